@@ -402,6 +402,9 @@ def traced(options: argparse.Namespace) -> int:
     world = found.plan.world
     if options.rank is not None and options.rank >= world:
         raise InputError([Problem(f"--rank {options.rank} is not one of {world} ranks", f"use 0 to {world - 1}")])
+    if asked.question.arch.compared:
+        what = "--trace steps with the loss of tokens, and objective = dpo compares answers"
+        raise InputError([Problem(what, "use --traffic: tests hold what it lists to real steps")])
     from meshwright.verify.trace import lines, trace
 
     traced = trace(run_of(asked, found), found.job, options.rank)

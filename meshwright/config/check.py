@@ -780,7 +780,7 @@ def _live(run: Run) -> Iterator[Problem]:
 
 
 def _preference(run: Run) -> Iterator[Problem]:
-    """What DPO asks of a run: a reference, pairs of answers, and ranks that have whole ones."""
+    """What DPO asks of a run: a reference, and pairs of answers."""
     if run.objective != "dpo":
         if run.dpo.beta != 0.1:
             yield Problem(
@@ -789,9 +789,9 @@ def _preference(run: Run) -> Iterator[Problem]:
         return
     if not 0 < run.dpo.beta < 1e3:  # a NaN lands here too
         yield Problem(f"dpo.beta = {run.dpo.beta} is out of range", "use a number above 0, usually 0.1", "dpo.beta")
-    if run.adapter.kind not in ("lora", "qlora"):
-        what = f"the reference of objective = dpo is the base without adapters, and adapter.kind = {run.adapter.kind}"
-        yield Problem(what, "set adapter.kind = lora; a frozen copy of all weights is not offered", "adapter.kind")
+    if run.adapter.kind == "dora":
+        what = "the reference of objective = dpo is the base without adapters, and adapter.kind = dora scales its rows"
+        yield Problem(what, "set adapter.kind = lora, or leave [adapter] out", "adapter.kind")
     if not all(source.format == "chat" for source in run.data.sources) or run.data.pack != "best_fit":
         what = "objective = dpo has pairs of answers, each in one row"
         yield Problem(what, "set data.format = chat, and leave data.pack out", "data.format")
@@ -806,12 +806,6 @@ def _compared(run: Run) -> Iterator[Problem]:
     if run.arch.experts:
         what = "objective = dpo is not offered for MoE models, whose balance loss is one of tokens"
         yield Problem(what, "use a dense model", "objective")
-    for axis in ("cp", "pp"):
-        if getattr(run.plan, axis) > 1:
-            what = f"objective = dpo sums the tokens of an answer on one rank, and plan.{axis} would cut them apart"
-            yield Problem(
-                what, f"use plan.{axis} = 1, with plan.tp, plan.shard or plan.replicate instead", f"plan.{axis}"
-            )
     others = {
         "plan.compile": run.plan.compile,
         "plan.deterministic": run.plan.deterministic,

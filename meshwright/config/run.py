@@ -128,7 +128,8 @@ class Optim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Dpo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Direct preference optimization, where objective = "dpo" (Rafailov 2023)."""
 
-    beta: float = 0.1  # how dearly a step away from the reference, which is the base without its adapter, is paid
+    # How dearly a step away from the reference is paid, which is the base without its adapter, or a frozen copy.
+    beta: float = 0.1
 
 
 class Eval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -208,8 +209,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def __post_init__(self) -> None:
         """Let the architecture know what of it is trained, so that whoever is given it need not be told."""
-        is_whole = self.adapter.kind == "none" and not self.optim.freeze
-        compared = self.objective == "dpo" and not is_whole
+        compared = self.objective == "dpo"
+        is_whole = self.adapter.kind == "none" and not self.optim.freeze and not compared
         tuned = Tuning(adapter=self.adapter, freeze=self.optim.freeze, compared=compared)
         tuning = msgspec.UNSET if is_whole else tuned
         if self.arch.tuning != tuning:

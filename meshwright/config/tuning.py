@@ -10,6 +10,7 @@ from meshwright.config.run import Run
 from meshwright.spec.arch import Arch
 from meshwright.spec.coded import BLOCK, is_whole
 from meshwright.spec.params import Param, Split, cuts_adapters, params, trained
+from meshwright.spec.plan import Plan
 from meshwright.spec.problem import Problem
 from meshwright.spec.tuning import ALIASES, ALL_LINEAR, DOWN, UP, Adapter, companion, freezes, matches
 
@@ -106,9 +107,12 @@ def _freeze(run: Run) -> Iterator[Problem]:
 
 
 def _plan(run: Run) -> Iterator[Problem]:
-    """What cannot be beside weights that are frozen."""
+    """What cannot be beside weights that are frozen, or a copy that is."""
     plan, arch = run.plan, run.arch
     if arch.tuning is msgspec.UNSET:  # asked first: of an architecture that is nonsense no table is made
+        return
+    if arch.copies_reference:
+        yield from _beside_copy(plan)
         return
     key = "adapter.kind" if run.adapter.kind != "none" else "optim.freeze"
     if plan.uses("cpu_offload"):
@@ -172,7 +176,10 @@ def _held(run: Run) -> Iterator[Problem]:
 
 
 def _compressing(run: Run) -> Iterator[Problem]:
-    if run.compresses and run.arch.tuning is not msgspec.UNSET:
+    if run.compresses and run.arch.copies_reference:
+        what = f"optim.name = {run.optim.name} is not offered with objective = dpo"
+        yield Problem(what, "use optim.name = adamw", "optim.name")
+    elif run.compresses and run.arch.tuning is not msgspec.UNSET:
         what = f"optim.name = {run.optim.name} compresses the momenta of all weights, and some are frozen"
         yield Problem(what, "use optim.name = adamw: gradients of few weights are small", "optim.name")
 
@@ -185,6 +192,17 @@ def _stages(run: Run) -> Iterator[Problem]:
     if (stage := idle_stage(arch, plan.stages)) is not None:
         what = f"all weights of stage {stage} of the pipeline are frozen"
         yield Problem(what, "use plan.pp = 1, or train something in every stage", "plan.pp")
+
+
+def _beside_copy(plan: Plan) -> Iterator[Problem]:
+    """What a frozen copy of all weights is not proved with."""
+    for name in ("optimizer_offload", "cpu_offload", "grad_reduce", "powersgd", "gather", "staleness"):
+        if plan.uses(name):
+            what = f"plan.{name} is not offered with the frozen copy of all weights that objective = dpo compares with"
+            yield Problem(what, f"leave plan.{name} out, or set adapter.kind = lora", f"plan.{name}")
+    if plan.precision == "fp8":
+        what = "plan.precision = fp8 is not offered with objective = dpo"
+        yield Problem(what, "use plan.precision = bf16", "plan.precision")
 
 
 @lru_cache(maxsize=1024)

@@ -24,6 +24,7 @@ Home = Literal["device", "host", "disk"]
 Name = Literal[
     "weights",
     "master",
+    "reference",
     "gradients",
     "moments",
     "outer_states",

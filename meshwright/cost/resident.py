@@ -11,7 +11,7 @@ A test builds the real model, takes a step and finds exactly these bytes; docs/a
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 
 import msgspec
@@ -79,6 +79,7 @@ def states(
     owed = sum(feedback_bytes(group, view) for group in held)
     return (
         *lines,
+        *_reference(view),
         *([LedgerEntry(name="error_feedback", bytes=owed, why=_why_owed(plan))] if owed else []),
         LedgerEntry(name="all_gathered_params", bytes=_gathered(held, view, layout), why=_why_gathered(plan, layout)),
         LedgerEntry(
@@ -89,6 +90,20 @@ def states(
             else "none: every microbatch reduce-scatters its gradients",
         ),
     )
+
+
+def _reference(view: RankView) -> Iterator[LedgerEntry]:
+    """The frozen copy that DPO compares with, where there is one.
+
+    It is gathered before the first microbatch of a step goes forward, and let go: nothing is saved for a backward then,
+    so that no step is at its peak there.
+    """
+    if not view.arch.copies_reference:
+        return
+    copied = msgspec.structs.replace(view, arch=view.arch.reference)
+    among = f"sharded over {view.plan.shards} ranks" if view.plan.shards > 1 else "not sharded"
+    why = f"a frozen copy of all weights, {view.narrow} bytes each, {among}"
+    yield LedgerEntry(name="reference", bytes=sum(_frozen_bytes(each, copied) for each in groups(copied)), why=why)
 
 
 def feedback_bytes(group: ParamGroup, view: RankView) -> int:
@@ -271,9 +286,13 @@ def buffered(job: Job, place: Mapping[str, int]) -> ResidentMemory:
     table = params(job.arch)
     moments = usual * spec.total_bytes(table, 4) / ADAMW.total_bytes(table, 4)  # a stack's figures are of AdamW
     among = f"sharded over {data} ranks" if plan.zero and data > 1 else "not sharded"
+    copied: list[tuple[Name, float, str]] = []
+    if job.arch.copies_reference:
+        copied = [("reference", holds.weight_bytes * kept, "a frozen copy of all weights, as they are held")]
     return ResidentMemory(
         lines=(
             ("weights", holds.weight_bytes * kept, f"{holds.weight_bytes:g} bytes a parameter"),
+            *copied,
             ("master", (holds.optimizer_bytes - usual) * moved, f"the optimizer's fp32 copy, {among}"),
             ("gradients", holds.gradient_bytes * summed, f"one buffer, {holds.gradient_bytes:g} bytes a parameter"),
             ("moments", moments * moved, f"{spec.held}, in fp32, {among}"),

@@ -46,6 +46,7 @@ from meshwright.spec.plan import Plan
 DRAINED = ("naive", "gpipe", "1f1b", "interleaved", "looped")  # a rank's last action is its first stage's backward
 WIDER = 0.1  # by which each doubling of the domains widens the interval, as a share
 GUESSES = ("b200", "v100", "generic")  # entries of the catalogue that no measurement stands behind
+RELAYED = 4  # microbatches without a backward after which each takes as long as the one before
 GUESSED = 1.5  # the interval of such accelerators ÷ that of others
 
 
@@ -254,7 +255,8 @@ def pipeline_seconds(stages: Stages, job: Job) -> float:
     if plan.pp == 1:
         return stages.seconds[0] * plan.grad_accum
     blocked, travel = (stages.send, 0.0) if job.stack.speed.blocking_sends else (0.0, stages.send)
-    forwards = [each.forward.seconds for each in stages.passes]
+    times = 2 if job.arch.compared else 1
+    forwards = [each.forward.seconds / times for each in stages.passes]
     cost = StageCost(
         forward_seconds=tuple(each + blocked for each in forwards),
         input_seconds=tuple(each.recompute.seconds + each.input.seconds + blocked for each in stages.passes),
@@ -262,7 +264,22 @@ def pipeline_seconds(stages: Stages, job: Job) -> float:
         activation=(0.0,) * len(stages.passes),
     )
     played = makespan(plan.schedule, plan.pp, plan.grad_accum, cost, travel)
+    if job.arch.compared:
+        seconds = [each - forward for each, forward in zip(stages.seconds, forwards, strict=True)]
+        ahead = relay_seconds([each + stages.send for each in forwards], stages.ranks, plan.grad_accum)
+        return max(played, least_pipeline(seconds, forwards, plan)) + ahead
     return max(played, least_pipeline(stages.seconds, forwards, plan))
+
+
+def relay_seconds(forwards: Sequence[float], ranks: Sequence[int], microbatches: int) -> float:
+    """Of the reference of DPO through the stages: each rank takes one microbatch through all of its own in turn."""
+    free, ends = dict.fromkeys(ranks, 0.0), list[float]()
+    for _ in range(min(microbatches, RELAYED)):
+        at = 0.0
+        for seconds, rank in zip(forwards, ranks, strict=True):
+            at = free[rank] = max(at, free[rank]) + seconds
+        ends.append(at)
+    return ends[-1] + (microbatches - len(ends)) * (ends[-1] - ends[-2] if len(ends) > 1 else 0.0)
 
 
 def least_pipeline(seconds: Sequence[float], forwards: Sequence[float], plan: Plan) -> float:

@@ -39,7 +39,8 @@ from meshwright.spec.optimizers import DESCRIPTIONS, OptimizerSpec, Statistic, i
 from meshwright.spec.outer import BITS, SCALE_BYTES, TALLY, TOLD, block_length, served_rows
 from meshwright.spec.params import Param, Split, buffers, kv_part, params, trained
 from meshwright.spec.plan import FP8_MULTIPLE, Plan
-from meshwright.spec.schedule import Schedule, actions
+from meshwright.spec.schedule import IN_SIGHT, Schedule, actions
+from meshwright.spec.tuning import pair_slots
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "broadcast"]
 
@@ -52,7 +53,6 @@ Axis = Literal[
     "secondary",  # neighbours among those of shard, that share the weights between forward and backward
 ]  # fmt: skip
 
-IN_SIGHT = 3  # stages that torch's pipeline runtime holds gathered on a rank under zero 3: those it computes next
 AMAX_BYTES = 4  # of a largest magnitude
 DRAW_BYTES = 4  # of a router's random number
 COUNT_BYTES = 8  # of the number of an expert's rows
@@ -155,6 +155,7 @@ def _activation_traffic(view: RankView) -> Iterator[Collective]:
         yield from _loss_over_tp(part, view)
         if view.plan.cp > 1:
             yield from (_ring if view.plan.cp_kind == "ring" else _ulysses)(part, view)
+        yield from _margins_over_cp(part, view)
         yield from _routers_over_cp(part, view)
         yield from _over_ep(part, view)
         yield from _over_pp(part, view)
@@ -217,7 +218,8 @@ def _scales_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """Largest magnitudes from which ranks of tp make the scales of FP8 matmuls: a call for each linear layer."""
     again = 0 if part.recomputed.by_operation else part.recomputed.layers
     for size, forward, backward in fp8_scales(view.arch, view.plan, view.plan.microbatch * view.positions):
-        count = view.plan.grad_accum * (forward * (part.layers + again) + backward * part.layers)
+        forwards = view.forwards * part.layers + again
+        count = view.plan.grad_accum * (forward * forwards + backward * part.layers)
         yield Collective(kind="all_reduce", axis="tp", count=count, bytes=size)
 
 
@@ -263,7 +265,8 @@ def _ring(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """Keys and values go round forward and backward, and their gradients backward; the last of those is waited for."""
     plan = view.plan
     back = sum(flow.attended for flow in part.flow)
-    times, forward = back * plan.grad_accum, (part.layers + part.recomputed.layers) * plan.grad_accum
+    times = back * plan.grad_accum
+    forward = (view.forwards * part.layers + part.recomputed.layers) * plan.grad_accum
     numbers = plan.microbatch * view.positions * kv_part(view.arch, plan.tp)
     for count, size, overlappable in (
         ((times + forward) * (plan.cp - 1), numbers * view.narrow, True),
@@ -277,10 +280,18 @@ def _ulysses(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """Queries, keys and values change places before attention and its output after; gradients the other way."""
     arch, plan = view.arch, view.plan
     back = sum(flow.attended for flow in part.flow)
-    times = plan.grad_accum * (part.layers + back + part.recomputed.layers)
+    times = plan.grad_accum * (view.forwards * part.layers + back + part.recomputed.layers)
     for width in (arch.q_width // plan.tp + kv_part(arch, plan.tp), arch.out_width // plan.tp):
         size = plan.microbatch * view.positions * width * view.narrow
         yield Collective(kind="all_to_all", axis="cp", count=times, bytes=size)
+
+
+def _margins_over_cp(part: StageLayers, view: RankView) -> Iterator[Collective]:
+    """How much more than the reference a model prefers the chosen answers, of whose tokens each rank has some."""
+    plan = view.plan
+    if plan.cp > 1 and part.last and view.arch.compared:
+        size = plan.microbatch * pair_slots(view.sequence) * view.wide
+        yield Collective(kind="all_reduce", axis="cp", count=plan.grad_accum, bytes=size)
 
 
 def _routers_over_cp(part: StageLayers, view: RankView) -> Iterator[Collective]:
@@ -324,9 +335,10 @@ def _over_pp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """A stage hands its output to the next and its input's gradient to the one before, where another rank has it."""
     ranks = placement(view.plan)
     size = view.stream // view.plan.tp * view.narrow
-    for neighbour in (part.stage + 1, part.stage - 1):
+    for neighbour, times in ((part.stage + 1, view.forwards), (part.stage - 1, 1)):
         if 0 <= neighbour < len(ranks) and ranks[neighbour] != ranks[part.stage]:
-            yield Collective(kind="send", axis="pp", count=view.plan.grad_accum, bytes=size, overlappable=True)
+            count = times * view.plan.grad_accum
+            yield Collective(kind="send", axis="pp", count=count, bytes=size, overlappable=True)
 
 
 def weight_traffic(view: RankView, over_tp: bool = True, apart: bool = False) -> Iterator[Collective]:
@@ -340,6 +352,7 @@ def weight_traffic(view: RankView, over_tp: bool = True, apart: bool = False) ->
         yield from _over_outer(group, view)
         if over_tp:
             yield from _weights_over_tp(group, view)
+    yield from _reference_over_shard(view)
     yield from _over_tied(view)
     if view.plan.is_served:
         yield from _over_servers(view)
@@ -440,15 +453,22 @@ def gathers(stage: int, plan: Plan, root: bool, compared: bool = False) -> int:
     """How often a step gathers a weight: once, and under zero 3 for every forward and every backward.
 
     A pipeline keeps also then the weights of the stages that a rank computes next. What is outside the blocks (the
-    root) ends a forward and begins the backward, and is not gathered between. `compared`: the reference of DPO goes
-    forward first, and leaves the root gathered.
+    root) ends a forward and begins the backward, and is not gathered between. `compared`: the same weights without an
+    adapter go forward first, as the reference of DPO, and leave gathered what the plan does.
     """
     if plan.zero < 3:
         return 1
     if plan.pp > 1:
         rank = placement(plan)[stage]
-        return _fetches(plan.schedule, plan.pp, plan.chunks, plan.grad_accum, rank)[stage]
+        before = compared * plan.grad_accum * (not stages_stay(plan))
+        return before + _fetches(plan.schedule, plan.pp, plan.chunks, plan.grad_accum, rank)[stage]
     return plan.grad_accum * (1 if root else 2 + compared)
+
+
+def reference_gathers(plan: Plan, root: bool) -> int:
+    """The same of a frozen copy, which goes forward once for every microbatch."""
+    stays = stages_stay(plan) if plan.pp > 1 else plan.zero < 3 or root
+    return 1 if stays else plan.grad_accum
 
 
 def stages_stay(plan: Plan) -> bool:
@@ -513,7 +533,8 @@ def _over_shard(group: ParamGroup, view: RankView) -> Iterator[Collective]:
         return
     axis: Axis = "expert_shard" if group.shared_by_ep else "shard"
     root = group.params[0].layer < 0
-    count = group.count * gathers(group.stage, view.plan, root, view.arch.compared)
+    compared = view.arch.compared and not view.arch.copies_reference
+    count = group.count * gathers(group.stage, view.plan, root, compared)
     size = gathered_bytes(group, view)
     if view.plan.secondary_shard > 1 and not root:  # the backward's
         count //= 2
@@ -527,6 +548,18 @@ def _over_shard(group: ParamGroup, view: RankView) -> Iterator[Collective]:
         kind, size = "all_to_all", shards * message_bytes(view.plan.grad_reduce, sent_elements(group, view), view.wide)
     if size:
         yield Collective(kind=kind, axis=axis, count=group.count * times, bytes=size, overlappable=True)
+
+
+def _reference_over_shard(view: RankView) -> Iterator[Collective]:
+    """A frozen copy of the weights is gathered as they are, and has no gradient."""
+    if not view.arch.copies_reference:
+        return
+    copied = msgspec.structs.replace(view, arch=view.arch.reference)
+    for group in groups(copied):
+        _, shards = grid(group, view.plan)
+        count = group.count * reference_gathers(view.plan, group.params[0].layer < 0) if shards > 1 else 0
+        size = gathered_bytes(group, copied)
+        yield Collective(kind="all_gather", axis="shard", count=count, bytes=size, overlappable=True)
 
 
 def sent_elements(group: ParamGroup, view: RankView, parts: int = 1) -> list[tuple[int, int]]:

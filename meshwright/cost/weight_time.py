@@ -124,7 +124,7 @@ def weight_seconds(job: Job, rank: int, at: Rates, behind: OverlapWindow) -> Wei
         update = exposed_travels(moved, plan, behind.forward * plan.grad_accum, behind.backward * plan.grad_accum)
     left = max(behind.backward - (every.reduce if plan.zero else 0.0), 0.0)
     return WeightSeconds(
-        shard=_exposed_shard(every, plan, speed, behind) + every.contended_shard,
+        shard=_exposed_shard(every, job, behind) + every.contended_shard,
         replicate=exposed(every.copies, left, speed.overlap_replicate) + every.contended_copies,
         tied=every.tied,
         optimizer=every.optimizer,
@@ -376,12 +376,13 @@ def _essence(plan: Plan) -> Plan:
     )
 
 
-def _exposed_shard(every: WeightTraffic, plan: Plan, speed: StackSpeed, behind: OverlapWindow) -> float:
+def _exposed_shard(every: WeightTraffic, job: Job, behind: OverlapWindow) -> float:
     """Gathers run behind the forward and, where weights are given up between, the backward; scatters behind that."""
+    plan, speed, forth = job.plan, job.stack.speed, 1 + job.arch.compared  # gathers before the backward's
     each_time = plan.grad_accum if plan.pp == 1 else 1
     forwards = each_time if plan.zero == 3 else 1
     backwards = each_time if plan.zero >= 2 else 1
-    early = every.gather / 2 if plan.zero == 3 and plan.pp == 1 else every.gather
+    early = every.gather * forth / (forth + 1) if plan.zero == 3 and plan.pp == 1 else every.gather
     early = every.gather - every.again if every.again else early
     return exposed(early, behind.forward * forwards, speed.overlap_shard) + exposed(
         every.gather - early + every.reduce, behind.backward * backwards, speed.overlap_shard

@@ -265,6 +265,14 @@ def sum_parts(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return part.movedim(0, dim)
 
 
+def sum_once(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over all ranks, of which each makes the same number; going back, each has the gradient of its own part.
+
+    A number that all ranks make, and that counts once, gives each of them the whole gradient of the sum.
+    """
+    return _SumOnce.apply(x, group)
+
+
 def all_to_all(
     x: Tensor, group: dist.ProcessGroup, sent: list[int] | None = None, received: list[int] | None = None
 ) -> Tensor:
@@ -284,6 +292,18 @@ class _GatherOrScatter(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return (sum_parts if ctx.gathers else join)(grads[0], ctx.dim, ctx.group), None, None, None
+
+
+class _SumOnce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
 
 
 class _AllToAll(Function):

@@ -17,12 +17,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import RESHARD, UNSHARD, _Action, _PipelineScheduleRuntime
 
 from meshwright.config.run import Run
-from meshwright.parallel import precision
+from meshwright.parallel import fsdp, precision
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.model_spec import ModelSpec, stage_of
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
-from meshwright.spec.schedule import actions, stage_ranks
+from meshwright.spec.schedule import IN_SIGHT, actions, stage_ranks
 
 # From a microbatch's outputs and targets to the sum of losses that is trained, and the one that is reported.
 Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
@@ -168,6 +168,8 @@ def relay(chunks: Sequence[nn.Module], run: Run, mesh: Mesh, kwargs: dict[str, A
             x = torch.empty(hidden, dtype=precision.compute_dtype(plan), device=mesh.device)
             dist.recv(x, group=group, group_src=ranks[stage - 1])
         x = mine[stage](x, **kwargs)
+        if plan.zero == 3 and plan.chunks > IN_SIGHT:  # no more stay gathered than in a step
+            fsdp.release(mine[stage])
         if stage + 1 < len(ranks) and ranks[stage + 1] != rank:
             dist.send(x.contiguous(), group=group, group_dst=ranks[stage + 1])
     return x if len(ranks) - 1 in mine else None

@@ -23,6 +23,7 @@ from meshwright.spec.units import GIB
 STATES = (
     "weights",
     "master",
+    "reference",
     "gradients",
     "moments",
     "outer_states",

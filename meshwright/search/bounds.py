@@ -17,7 +17,6 @@ from meshwright.cost.layout import LedgerEntry, state_layout
 from meshwright.cost.memory import Ledger, overflows, settled, too_large
 from meshwright.cost.rank_view import still_blocks
 from meshwright.cost.step_time import lower_bound, work_bound
-from meshwright.cost.traffic import IN_SIGHT
 from meshwright.search import space
 from meshwright.search.question import Question
 from meshwright.search.space import (
@@ -31,7 +30,7 @@ from meshwright.search.space import (
 )
 from meshwright.spec.params import frozen_bytes, trained
 from meshwright.spec.plan import Plan, balanced_stages
-from meshwright.spec.schedule import Schedule, stage_ranks
+from meshwright.spec.schedule import IN_SIGHT, Schedule, stage_ranks
 
 HOSTED = "weights too"  # a home of states, beside those of plan.optimizer_offload
 
@@ -158,7 +157,7 @@ class MemoryBound:
         self.routed = sum(param.numel for param in trained(question.arch) if param.expert)
         self.kinds = sorted({question.arch.is_mixture(layer) for layer in range(question.arch.layers)})
         self.wide, self.narrow = widths(question)
-        self.frozen = frozen_bytes(question.arch, self.narrow)
+        self.frozen = still_bytes(question)
         self.homes = {home for home, _ in homes(question)}
         self.states = {home: _widths(question, home) for home in (*self.homes, HOSTED)}
         self.kept: dict[tuple[int, int, int, int, bool, Policy], tuple[float, float]] = {}
@@ -316,13 +315,19 @@ def largest(ledger: Ledger) -> LedgerEntry:
     return max(ledger.lines, key=lambda line: line.bytes)
 
 
+def still_bytes(question: Question) -> int:
+    """Bytes of the weights that are not trained, and of the frozen copy of all that DPO may compare with."""
+    arch, (_, narrow) = question.arch, widths(question)
+    return frozen_bytes(arch, narrow) + (frozen_bytes(arch.reference, narrow) if arch.copies_reference else 0)
+
+
 def smallest_world(question: Question) -> float:
     """GPUs below which the model's states do not fit, however they are shared out and wherever they are kept."""
     several = msgspec.structs.replace(question, cluster=msgspec.structs.replace(question.cluster, gpus=2))
     alone = msgspec.structs.replace(question, cluster=msgspec.structs.replace(question.cluster, gpus=1))
     sizes = [_widths(alone, home) for home, _ in homes(alone) if home != "none"]
     numbers, memory = sum(param.numel for param in trained(question.arch)), question.cluster.gpu.memory_bytes
-    frozen = frozen_bytes(question.arch, widths(question)[1])
+    frozen = still_bytes(question)
     if any((each.held + each.gradient) * numbers + frozen <= memory for each in sizes):
         return 1.0
     each = _widths(several, "none")

@@ -86,7 +86,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def freezes(self) -> bool:
-        """Whether some weights are frozen: all are then on the device, and none is multiplied in FP8."""
+        """Whether some weights are frozen, or a copy of them: all are on the device, and none is multiplied in FP8."""
         return self.arch.tuning is not msgspec.UNSET
 
     @property

@@ -156,8 +156,8 @@ def layouts(question: Question) -> Iterator[AxesChoice]:
 
 
 def _ranks(question: Question, axis: str, most: int) -> tuple[int, ...]:
-    """How many ranks an axis may have; those that would cut an answer apart have one where answers are compared."""
-    return _given(question, axis, (1,) if question.arch.compared and axis != "tp" else divisors(most))
+    """How many ranks an axis may have."""
+    return _given(question, axis, divisors(most))
 
 
 def rounds(question: Question, layout: AxesChoice) -> Iterator[BatchChoice]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.spec.tuning import Adapter, Tuning
+from meshwright.spec.tuning import FROZEN, Adapter, Tuning
 
 Router = Literal["topk", "noisy_topk", "switch", "gshard", "expert_choice"]
 GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_clamped")  # feed-forward layers of three matrices
@@ -112,8 +112,18 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def compared(self) -> bool:
-        """Whether every step computes the model without its adapter as well."""
+        """Whether every step computes the reference of DPO as well."""
         return self.tuning is not msgspec.UNSET and self.tuning.compared
+
+    @property
+    def copies_reference(self) -> bool:
+        """Whether that is a frozen copy of all weights: without an adapter there is none to be left out."""
+        return self.compared and self.adapter.kind == "none"
+
+    @property
+    def reference(self) -> "Arch":
+        """The copy."""
+        return msgspec.structs.replace(self, tuning=FROZEN)
 
     def trains(self, name: str) -> bool:
         """Whether a weight is trained."""

@@ -11,6 +11,7 @@ from meshwright.spec.problem import Problem
 Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "looped", "zb1p", "zbv", "dualpipev"]
 SPLIT_BACKWARD: tuple[Schedule, ...] = ("zb1p", "zbv", "dualpipev")  # for a block's input, and later for its weights
 Kind = Literal["F", "B", "I", "W"]
+IN_SIGHT = 3  # stages that torch's pipeline runtime holds gathered on a rank under zero 3: those it computes next
 
 
 class Action(msgspec.Struct, frozen=True, gc=False):

@@ -74,13 +74,21 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     adapter: Adapter = Adapter()
     freeze: tuple[str, ...] = ()  # patterns of weights, or of modules with all of theirs
-    compared: bool = False  # every step computes the model without its adapter too, as the reference of DPO
+    compared: bool = False  # every step computes the reference of DPO too: without the adapter, or a frozen copy
 
     def trains(self, name: str) -> bool:
         """Whether a weight is trained."""
         if self.adapter.kind != "none":
             return is_adapter(name)
         return not any(freezes(pattern, name) for pattern in self.freeze)
+
+
+def pair_slots(sequence: int) -> int:
+    """Pairs of answers, two documents each, that a row of so many tokens has numbers for; the last one is padding."""
+    return sequence // 2 + sequence % 2 + 1
+
+
+FROZEN = Tuning(freeze=("*",))  # nothing is trained
 
 
 def is_adapter(name: str) -> bool:

@@ -6,10 +6,11 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from meshwright.checkpoint.model_folder import ModelFolder, open_folder
-from meshwright.config.run import Run
+from meshwright.config.run import Dpo, Run
 from meshwright.data.loader import Loader
 from meshwright.data.prepare import Corpus
 from meshwright.kernels.coded import CodedPart, decode, encode
@@ -40,11 +41,7 @@ from meshwright.train.state import State
 
 def build(run: Run, corpus: Corpus, mesh: Mesh, folder: Path | None = None) -> State:
     """The state before the first step. States that are offloaded to a disk go to the run's folder."""
-    with torch.device("meta"):
-        model = Decoder(run.arch).to(master_weights.weight_dtype(run.optim, run.plan))
-    model.length = run.sequence
-    lora.freeze(model, run.arch, precision.compute_dtype(run.plan))
-    chunks = apply(model, run.plan, mesh, DECODER)
+    chunks = _chunks(run, mesh)
     make = hosted if run.plan.cpu_offload else served if run.plan.is_served else beside
     make = partial(offloaded, folder=folder) if run.plan.optimizer_offload != "none" else make
     optimizer, scale = make(chunks, run, mesh), LossScale(run.plan, mesh.device)
@@ -54,10 +51,38 @@ def build(run: Run, corpus: Corpus, mesh: Mesh, folder: Path | None = None) -> S
         loader=Loader(corpus, run, mesh.data_rank, mesh.device),
         scale=scale,
         outer=_outer(run, chunks, optimizer, scale, mesh),
+        reference=reference(run, mesh) if run.arch.copies_reference else [],
         meter=NoiseMeter(run, chunks, mesh) if run.measures_noise else None,
         adascale=AdaScale(run) if run.optim.adascale else None,
         reductions=grad_reduce.begun(chunks, run, mesh),
     )
+
+
+def _chunks(run: Run, mesh: Mesh) -> list[nn.Module]:
+    """The model as the plan cuts it, without memory."""
+    with torch.device("meta"):
+        model = Decoder(run.arch).to(master_weights.weight_dtype(run.optim, run.plan))
+    model.length = run.sequence
+    lora.freeze(model, run.arch, precision.compute_dtype(run.plan))
+    return apply(model, run.plan, mesh, DECODER)
+
+
+def reference(run: Run, mesh: Mesh) -> list[nn.Module]:
+    """A second model with the first values of all weights, which nobody trains: no gradients, and no states.
+
+    It is cut as the plan cuts frozen weights, and in the precision that arithmetic reads. It never goes back, so there
+    is nothing to recompute or to offload.
+    """
+    plain = replace(run.plan, recompute="none", activation_quant="none", activation_offload=False)
+    still = replace(
+        run, objective="sft", dpo=Dpo(), optim=replace(run.optim, freeze=("*",)), plan=plain, arch=run.arch.reference
+    )
+    chunks = _chunks(still, mesh)
+    for chunk in chunks:
+        chunk.to_empty(device=mesh.device)
+        chunk.eval()
+        initialise(chunk, still, mesh.device)
+    return chunks
 
 
 def _outer(run: Run, chunks: list[nn.Module], optimizer: Optimizer, scale: LossScale, mesh: Mesh) -> NoOuterLoop:

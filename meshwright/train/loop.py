@@ -118,7 +118,7 @@ def train(
 
 
 def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterator[StepResult | EvalResult]:
-    preferences = dpo.step_of(run, state.chunks, mesh)
+    preferences = dpo.step_of(run, state, mesh)
     forward_backward = preferences or choose(run, state.chunks, mesh)
     live, votes, outer = state.live, Votes(), state.outer
     measure = clip.choose(run.plan) if live is None else live.measure
@@ -228,7 +228,7 @@ def evaluate(run: Run, state: State, mesh: Mesh) -> EvalResult:
 def held_sums(run: Run, state: State, mesh: Mesh, loader: Loader) -> tuple[Tensor, int]:
     """A rank's part of the losses of each global batch that is never trained on, and all their tokens, or pairs."""
     sums: list[Tensor] = []
-    tokens, preferences = 0, dpo.step_of(run, state.chunks, mesh)
+    tokens, preferences = 0, dpo.step_of(run, state, mesh)
     held = preferences.held if preferences else partial(held_loss, state.chunks, run, mesh)
     with evaluating(state.chunks):
         for number in range(run.eval.batches):

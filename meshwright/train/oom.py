@@ -26,7 +26,7 @@ from meshwright.spec.units import GIB
 from meshwright.train.state import State
 
 # Lines that are measured by adding up tensors.
-STATES = ("weights", "master", "gradients", "moments", "outer_states", "error_feedback")
+STATES = ("weights", "master", "reference", "gradients", "moments", "outer_states", "error_feedback")
 WANTED = 3
 FREE = "end them, or take another card (CUDA_VISIBLE_DEVICES)"
 LESS = 0.97  # of what the plan needs: a change that is to help needs clearly less
@@ -129,10 +129,12 @@ def held(state: State, layout: StateLayout) -> dict[str, int]:
     if layout.offloaded:  # with the master weights
         return found | {"weights": _bytes([*(local(weight.detach()) for weight in weights), *frozen])}
     owed = [tensor for reduction in state.reductions for tensor in reduction.kept()]
+    copied = [local(weight.detach()) for chunk in state.reference for weight in chunk.parameters()]
     outer = [tensor for tensors in state.outer.states().values() for tensor in tensors.values()]
     return found | {
         "weights": _bytes([*(precision.master(weight) for weight in weights), *frozen]),
         "moments": sum(_bytes(tensors) for tensors in state.optimizer.states().values()) if layout.of("moments") else 0,
+        **({"reference": _bytes(copied)} if copied else {}),
         **({"outer_states": _bytes(outer)} if outer else {}),
         **({"error_feedback": _bytes(owed)} if owed else {}),
     }

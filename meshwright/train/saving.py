@@ -304,14 +304,17 @@ def digest_of(state: State, run: Run, mesh: Mesh) -> str:
 
 
 def note_base(state: State, run: Run, mesh: Mesh) -> None:
-    """Let a state know the digest of the weights that it does not train, which no checkpoint has; on every rank."""
-    held_elsewhere = [param for param in stored(run.arch) if param not in saved(run.arch)]
+    """Let a state know the digest of the weights that it does not train, which no checkpoint has; on every rank.
+
+    Of a frozen copy they are all: what is frozen beside what is trained is the same.
+    """
+    held_elsewhere = [param for param in stored(run.arch) if state.reference or param not in saved(run.arch)]
     if not held_elsewhere or state.base:
         return
     owners, held = {param.name: owner_of(param, run.plan) for param in held_elsewhere}, list[TensorShard]()
-    for name, weight in {
-        name: weight for chunk in reversed(state.chunks) for name, weight in chunk.named_parameters()
-    }.items():
+    chunks = reversed(state.reference or state.chunks)
+    weights = {name: weight for chunk in chunks for name, weight in chunk.named_parameters()}
+    for name, weight in weights.items():
         if owners.get(name) == mesh.place["pp"]:
             region = tuple((part.start, part.stop) for part in region_of(weight))
             is_first = standing(weight, mesh)[0] == 0

@@ -48,9 +48,11 @@ class State:
     loader: Loader
     scale: LossScale
     outer: NoOuterLoop
+    # The frozen copy of the first weights that DPO compares with, as the plan cuts it; none: the adapter is left out.
+    reference: list[nn.Module] = field(default_factory=list)
     meter: NoiseMeter | None = None  # of the gradient noise scale, where it is asked for
     adascale: AdaScale | None = None
-    base: str = ""  # the digest of the weights that are frozen, once it is known
+    base: str = ""  # the digest of the weights that are frozen, those of a copy too, once it is known
     reductions: list[Reduction] = field(default_factory=list)  # of gradients, where they are lossy
     step: int = 0
     stopped: bool = False  # asked to, before the last step

@@ -469,7 +469,10 @@ class TunedModel:
         """What is frozen keeps every bit, and the rest is trained."""
         if self.run.arch.tuning is msgspec.UNSET:
             raise NotApplicable("all weights are trained: there is no adapter, and optim.freeze is empty")
-        self.trained()
+        state = self.trained()
+        copied = {name: weight for chunk in state.reference for name, weight in chunk.named_parameters()}
+        if other := [name for name, weight in copied.items() if not torch.equal(weight, self.first[name])]:
+            raise FaultFound(f"{other[0]} of the reference, which is frozen, is not the first weight after two steps")
         names = {param.name: param.trained for param in params(self.run.arch)}
         frozen = [name for name, is_trained in names.items() if not is_trained]
         if moved := [name for name in frozen if not torch.equal(self.first[name], self.last[name])]:
@@ -479,7 +482,8 @@ class TunedModel:
         ]
         if len(still) == len(names) - len(frozen):
             raise FaultFound("nothing that is to be trained has changed in two steps")
-        return Observation(f"{len(frozen)} frozen weights have the same bits after two steps")
+        whose = f"{len(copied)} weights of the reference" if copied else f"{len(frozen)} frozen weights"
+        return Observation(f"{whose} have the same bits after two steps")
 
     def adapter(self) -> Observation:
         """The adapter as peft has it, read back beside its base, is the one that was trained."""

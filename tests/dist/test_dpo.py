@@ -11,28 +11,33 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from chats import byte_level, turns, write_lines
+from live import Live
 from trials import Trial, alone, deviation, drive, make_corpus, make_run, mesh_of
 from worlds import world
 
+from meshwright.cli.main import main
 from meshwright.config import load
 from meshwright.config.presets import preset
 from meshwright.config.run import Run, digest, mathematics
 from meshwright.cost.flops import step_flops
 from meshwright.cost.memory import ledger
-from meshwright.cost.step_time import price
+from meshwright.cost.resident import states
+from meshwright.cost.step_time import lower_bound, price, relay_seconds
 from meshwright.cost.traffic import traffic
 from meshwright.data.conversation import preference
 from meshwright.data.prepare import Corpus
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stack_of
-from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.mesh import Mesh, local
 from meshwright.search.question import Question
 from meshwright.search.space import plans
-from meshwright.spec.params import trained
+from meshwright.spec.params import count, trained
 from meshwright.spec.problem import InputError
 from meshwright.train import dpo
 from meshwright.train.build import build
 from meshwright.train.loop import StepResult, train
+from meshwright.train.saving import restore
+from meshwright.train.state import State
 from meshwright.verify.collectives import Calls, differences, implied, observing
 
 # float64 sums in another order: a few hundred terms of relative error 1e-16 each, through four updates.
@@ -51,6 +56,8 @@ WORDS = (
     "steps=2",
     "data.eval_fraction=0.2",
 )
+
+COPY = ("adapter.kind=none", "adapter.rank=16", "optim.lr=1e-3")  # the reference is a frozen copy
 
 
 def pairs(count: int) -> list[dict]:
@@ -79,8 +86,8 @@ def a_run(folder: Path, *words: str) -> Run:
     return make_run(folder, *WORDS, *own, *words)
 
 
-def one_process(folder: Path) -> Trial:
-    run = a_run(folder, "plan.replicate=1")
+def one_process(folder: Path, *words: str) -> Trial:
+    run = a_run(folder, *words, "plan.replicate=1")
     return drive(run, make_corpus(run, folder), alone())
 
 
@@ -100,27 +107,35 @@ def answers_alone(run: Run, corpus: Corpus, model: torch.nn.Module) -> torch.Ten
     return torch.stack(found).view(-1, 2)
 
 
-def test_loss_and_gradients_are_those_of_the_paper(folder):
-    """As TRL has it (loss_type sigmoid), by one forward for each answer alone and none of our packing."""
-    run = a_run(folder, "plan.replicate=1", "data.eval_fraction=0", "batch=1")
-    corpus = make_corpus(run, folder)
+def whole_batch(path: Path, *words: str) -> tuple[Run, Corpus, State]:
+    """All pairs in one microbatch, as if some steps were past: what is trained is not what it was at first."""
+    words = ("plan.replicate=1", "data.eval_fraction=0", *words)
+    run = a_run(path, *words, "batch=1")
+    corpus = make_corpus(run, path)
     state = build(run, corpus, alone())
     rows = state.loader.train_counts[0]
     state.loader.close()
-    run = a_run(folder, "plan.replicate=1", "data.eval_fraction=0", f"batch={rows}", "plan.grad_accum=1")
+    run = a_run(path, *words, f"batch={rows}", "plan.grad_accum=1")
     state = build(run, corpus, alone())
-    model = state.chunks[0]
     torch.manual_seed(1)
-    with torch.no_grad():  # as if some steps were past: B is not zero
-        for name, weight in model.named_parameters():
-            if name.endswith("lora_b"):
-                weight.copy_(0.05 * torch.randn(weight.shape, dtype=weight.dtype))
-    step, batch = dpo.PreferenceStep(run, model, alone()), state.loader.take(0)
+    with torch.no_grad():
+        for name, weight in state.chunks[0].named_parameters():
+            if name.endswith("lora_b") or (state.reference and len(weight.shape) == 2):
+                weight.add_((0.05 if name.endswith("lora_b") else 0.01) * torch.randn(weight.shape, dtype=weight.dtype))
+    return run, corpus, state
+
+
+@pytest.mark.parametrize("words", [(), COPY])
+def test_loss_and_gradients_are_those_of_the_paper(folder, words):
+    """As TRL has it (loss_type sigmoid), by one forward for each answer alone and none of our packing."""
+    run, corpus, state = whole_batch(folder, *words)
+    model = state.chunks[0]
+    step, batch = dpo.PreferenceStep(run, state, alone()), state.loader.take(0)
     total = step(batch, torch.ones((), dtype=torch.float64))
     ours = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
     model.zero_grad()
-    with torch.no_grad(), dpo.without_adapter(model):
-        reference = answers_alone(run, corpus, model)
+    with step.referring():
+        reference = answers_alone(run, corpus, step.reference[0])
     more = answers_alone(run, corpus, model) - reference
     logits = more[:, 0] - more[:, 1]
     loss = -F.logsigmoid(BETA * logits)
@@ -143,7 +158,22 @@ PLANS = (
     ("plan.shard=2", "plan.zero=2", "plan.grad_accum=2"),
     ("plan.shard=2", "plan.zero=3", "plan.grad_accum=2"),
     ("plan.tp=2", "plan.grad_accum=2"),
+    ("plan.cp=2", "plan.cp_kind=ring", "plan.grad_accum=2", "plan.zero=3"),
+    ("plan.cp=2", "plan.cp_kind=ulysses", "plan.recompute=full"),
+    ("plan.pp=2", "plan.grad_accum=2", "plan.schedule=gpipe"),
 )
+COPY_PLANS = (
+    ("plan.shard=2", "plan.zero=1", "plan.recompute=full"),
+    ("plan.tp=2",),
+    ("plan.cp=2", "plan.cp_kind=ring", "plan.grad_accum=2", "plan.zero=3"),
+    ("plan.pp=2", "plan.grad_accum=4"),
+)
+
+
+def assert_it_learns(one: Trial, why: str) -> None:
+    assert abs(one.losses[0] - math.log(2)) < TOLERANCE, why
+    assert one.losses[-1] < one.losses[0] - 0.01
+    assert one.held < math.log(2)
 
 
 @world(2)
@@ -154,9 +184,7 @@ def test_two_ranks_are_one_device(folder):
         mine = drive(run, make_corpus(run, folder), mesh_of(run.plan))
         if one is not None:
             assert deviation(mine, one) < TOLERANCE, words
-            assert abs(one.losses[0] - math.log(2)) < TOLERANCE, "an adapter begins as the reference"
-            assert one.losses[-1] < one.losses[0] - 0.01
-            assert one.held < math.log(2)
+            assert_it_learns(one, "an adapter begins as the reference")
             names = {param.name for param in trained(run.arch)}
             first = build(run := a_run(folder, "plan.replicate=1"), make_corpus(run, folder), alone())
             held = dict(first.chunks[0].named_parameters())
@@ -178,6 +206,37 @@ def second_step(run: Run, mesh: Mesh, folder: Path) -> Calls:
 
 
 @world(2)
+def test_two_ranks_with_a_frozen_copy_are_one_device(folder):
+    one = one_process(folder, *COPY) if dist.get_rank() == 0 else None
+    for words in COPY_PLANS:
+        run = a_run(folder, *COPY, *words)
+        mine = drive(run, make_corpus(run, folder), mesh_of(run.plan))
+        if one is not None:
+            assert deviation(mine, one) < TOLERANCE, words
+            assert_it_learns(one, "the copy is of the first weights")
+        held = [local(weight) for chunk in mine.state.reference for weight in chunk.parameters()]
+        said = {line.name: line.bytes for line in states(run.arch, run.plan, mesh_of(run.plan).place)}
+        # As torch stores a shard: as long as the longest.
+        assert sum(weight.untyped_storage().nbytes() for weight in held) == said["reference"], words
+        assert not any(weight.requires_grad for chunk in mine.state.reference for weight in chunk.parameters())
+
+
+def test_the_reference_is_never_the_peak(folder):
+    """The ledger has its weights, and leaves out what its forward makes: a step that goes back has more."""
+    run = a_run(folder, *COPY, "plan.replicate=1", "plan.grad_accum=2")
+    state = build(run, make_corpus(run, folder), alone())
+    step, batch = dpo.PreferenceStep(run, state, alone()), state.loader.take(0)
+    step(batch, torch.ones(()))
+    known = [weight for chunk in (*state.chunks, *state.reference) for weight in chunk.parameters()]
+    with Live(known) as reference, step.referring():
+        step.preferences(state.reference, batch.microbatches[0])
+    with Live(known) as whole:
+        step(batch, torch.ones(()))
+    state.loader.close()
+    assert 0 < reference.peak < whole.peak
+
+
+@world(2)
 def test_a_step_sends_what_the_plan_implies(folder):
     more = ("plan.tp=2", "plan.precision=bf16", "plan.recompute=full", "plan.microbatch=2")
     for words in (*PLANS, ("plan.shard=2", "plan.zero=3", "plan.precision=bf16", "plan.recompute=full"), more):
@@ -185,11 +244,16 @@ def test_a_step_sends_what_the_plan_implies(folder):
         mesh = mesh_of(run.plan)
         said = traffic(run.arch, run.plan, run.sequence, place=mesh.place)
         assert not list(differences(second_step(run, mesh, folder), implied(said, run.plan, mesh))), words
+    for words in COPY_PLANS:
+        run = a_run(folder, *COPY, *words)
+        mesh = mesh_of(run.plan)
+        said = traffic(run.arch, run.plan, run.sequence, place=mesh.place)
+        assert not list(differences(second_step(run, mesh, folder), implied(said, run.plan, mesh))), words
 
 
-def test_the_planner_offers_what_may_be_run(folder):
-    arch = msgspec.structs.replace(preset("llama3-8b"), tuning=a_run(folder).arch.tuning)
-    question = Question(
+def question_of(folder: Path, *words: str) -> Question:
+    arch = msgspec.structs.replace(preset("llama3-8b"), tuning=a_run(folder, *words).arch.tuning)
+    return Question(
         arch=arch,
         sequence=4096,
         batch=16,
@@ -197,23 +261,66 @@ def test_the_planner_offers_what_may_be_run(folder):
         cluster=cluster("8xh100"),
         stack=stack_of("meshwright"),
     )
-    found = list(islice(plans(question), 200))
-    assert found
-    assert {(plan.cp, plan.pp, plan.compile) for plan in found} == {(1, 1, False)}
-    assert any(plan.tp == 2 for plan in plans(question))
-    job = question.job(found[0])
-    plain = msgspec.structs.replace(arch, tuning=msgspec.structs.replace(arch.tuning, compared=False))
-    other = msgspec.structs.replace(job, arch=plain)
+
+
+@pytest.mark.parametrize("words", [(), COPY])
+def test_the_planner_offers_what_may_be_run(folder, words):
+    question = question_of(folder, *words)
+    found = list(islice(plans(question), 0, 40000, 200))
+    assert {plan.compile for plan in found} == {False}
+    for axis in ("tp", "cp", "pp"):
+        assert any(getattr(plan, axis) > 1 for plan in found), axis
+    for plan in found:
+        job = question.job(plan)
+        assert lower_bound(job) <= price(job).seconds * (1 + 1e-9), plan
+
+
+@pytest.mark.parametrize("words", [(), COPY])
+def test_the_planner_prices_the_reference(folder, words):
+    question = question_of(folder, *words)
+    plan = next(plans(question))
+    job = question.job(plan)
+    tuning = msgspec.structs.replace(question.arch.tuning, compared=False)
+    other = msgspec.structs.replace(job, arch=msgspec.structs.replace(question.arch, tuning=tuning))
     assert 1.2 < price(job).seconds / price(other).seconds < 1.6
     lines, before = ({line.name: line.bytes for line in ledger(each).lines} for each in (job, other))
     assert lines["logits"] > before["logits"], "all of a microbatch, not a chunk of rows"
-    assert lines["weights"] == before["weights"], "and no second copy"
+    assert lines["weights"] == before["weights"], "and no second copy of what is trained"
+    shards = plan.pp * plan.tp * plan.shards
+    assert lines.get("reference", 0) == (2 * count(question.arch) // shards if words else 0)
+
+
+def test_a_pipeline_takes_the_reference_through_its_stages_first():
+    assert relay_seconds([1, 1], [0, 1], 5) == 6  # the last stage begins a second late
+    assert relay_seconds([1, 3], [0, 1], 50) == 1 + 3 * 50
+    assert relay_seconds([1, 1, 1, 1], [0, 1, 0, 1], 50) == 4 + 3 * 49  # the first rank waits for its second stage
 
 
 def test_the_reference_is_one_more_forward(folder):
     run, plain = a_run(folder), make_run(folder, "adapter.kind=lora", "adapter.rank=3", "arch.vocab=336")
     more = step_flops(run.arch, 64, 1) / step_flops(plain.arch, 64, 1)
     assert 1.3 < more < 1.6  # 4 forwards for 3, of which frozen weights spare one
+
+
+def test_checkpoints_have_the_digest_of_the_copy_and_not_the_copy(folder, tmp_path):
+    run = a_run(folder, *COPY, "plan.replicate=1", "steps=1", "checkpoint.every=1", "data.eval_fraction=0")
+    corpus = make_corpus(run, folder)
+    state = build(run, corpus, alone())
+    list(train(run, state, alone(), tmp_path))
+    state.loader.close()
+    again = build(run, corpus, alone())
+    assert restore(again, run, alone(), tmp_path, lambda text: None) is not None
+    again.loader.close()
+    pairs = zip(again.reference[0].parameters(), state.reference[0].parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs), "made from the base, as at first"
+    assert not torch.equal(again.reference[0].embed.weight, again.chunks[0].embed.weight)
+    assert not any("reference" in path.name for path in tmp_path.rglob("*"))
+    other = build(run, corpus, alone())
+    with torch.no_grad():
+        other.reference[0].embed.weight[0, 0] += 1
+    with pytest.raises(InputError, match=r"the frozen weights .* are not those beside which step"):
+        restore(other, run, alone(), tmp_path, lambda text: None)
+    other.loader.close()
 
 
 ASKED = turns("What is two and two?")
@@ -255,9 +362,7 @@ def test_preferences_that_cannot_be_used_are_named(record, told):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("adapter.kind=none", "adapter.rank=16"), "the reference of objective = dpo is the base without adapters"),
-        (("plan.cp=2",), "plan.cp would cut them apart"),
-        (("plan.pp=2",), "plan.pp would cut them apart"),
+        (("adapter.kind=dora",), "the reference of objective = dpo is the base without adapters"),
         (("data.pack=documents",), "pairs of answers, each in one row"),
         (("data.train_on=all",), "compares answers, not questions"),
         (("dpo.beta=0",), "dpo.beta = 0.0 is out of range"),
@@ -268,6 +373,12 @@ def test_what_it_cannot_have_is_refused_by_name(folder, words, told):
     own = (f"data.source={folder}/pairs.jsonl", f"data.tokenizer={folder}/tokenizer.json", "arch.preset=tiny")
     _, problems = load.examine(None, [*own, *WORDS, *words])
     assert any(told in problem.text for problem in problems), problems
+
+
+def test_a_dry_run_of_the_loss_of_tokens_is_refused(capsys):
+    words = ["arch.preset=tiny", "objective=dpo", "data.format=chat", "data.source=x.jsonl", "sequence=64", "batch=4"]
+    assert main(["plan", *words, "--cluster", "2xh100", "--trace"]) == 2
+    assert "objective = dpo compares answers; use --traffic" in capsys.readouterr().err
 
 
 def test_a_run_of_preferences_keeps_its_digest_apart(folder):

@@ -2,6 +2,7 @@
 
 import sys
 from collections import defaultdict
+from collections.abc import Iterable
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,18 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from test_dpo import BETA, a_run, folder  # noqa: F401 - the fixture
-from trials import alone, make_corpus
+from test_dpo import BETA, COPY, a_run, folder, whole_batch  # noqa: F401 - the fixture
+from torch import Tensor
+from trials import alone
 
 from meshwright.checkpoint import peft
 from meshwright.checkpoint.convert import convert
 from meshwright.checkpoint.model_folder import AdaptedFolder, open_folder, save_native
+from meshwright.config.run import Run
 from meshwright.config.weights import AdapterNote
 from meshwright.data.prepare import Corpus
 from meshwright.spec.tuning import is_adapter
 from meshwright.train import dpo
-from meshwright.train.build import build
-from meshwright.train.state import weights
+from meshwright.train.state import State, weights
 
 for name in ("trl", "peft", "transformers", "accelerate"):
     if find_spec(name) is None:
@@ -74,53 +76,71 @@ def pairs_of(corpus: Corpus) -> list[dict[str, list[int]]]:
     ]
 
 
-def their_model(path: Path, state: Any, run: Any, corpus: Corpus, trl_dpo: ModuleType) -> tuple[Any, dict[str, str]]:
-    """The same base and adapter by transformers and peft, with TRL's head; and our adapted layers by their names."""
+def saved_base(path: Path, name: str, tensors: Iterable[tuple[str, Tensor]], corpus: Corpus) -> Path:
+    """Weights as a Hugging Face folder."""
+    plain = a_run(path, "plan.replicate=1", *COPY, "objective=sft", "dpo.beta=0.1")
+    save_native(path / f"{name}-ours", plain.arch, tensors, corpus.tokenizer)
+    convert(path / f"{name}-ours", path / name, lambda text: None)
+    return path / name
+
+
+def opened_by_transformers(path: Path, trl_dpo: ModuleType) -> Any:
     from transformers import AutoModelForCausalLM
 
+    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True).double()
+    trl_dpo.add_fused_lm_head(model, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
+    return model
+
+
+def adapted(path: Path, state: State, run: Run, corpus: Corpus, trl_dpo: ModuleType) -> tuple[Any, dict[str, str]]:
+    """The same base and adapter by transformers and peft, with TRL's head; and their names of our weights."""
     whole = dict(weights(state.chunks, run, alone()))
-    base = [(name, weight) for name, weight in whole.items() if not is_adapter(name)]
-    plain = a_run(path, "plan.replicate=1", "adapter.kind=none", "adapter.rank=16", "objective=sft", "dpo.beta=0.1")
-    save_native(path / "base", plain.arch, base, corpus.tokenizer)
-    convert(path / "base", path / "hf", lambda text: None)
-    note = AdapterNote(adapter=run.adapter, base=str(path / "hf"), seed=run.seed)
+    base = saved_base(path, "hf", [(name, weight) for name, weight in whole.items() if not is_adapter(name)], corpus)
+    note = AdapterNote(adapter=run.adapter, base=str(base), seed=run.seed)
     save_native(path / "adapter", run.arch, whole.items(), corpus.tokenizer, note=note)
     opened = open_folder(path / "adapter")
     assert isinstance(opened, AdaptedFolder)
     convert(path / "adapter", path / "peft", lambda text: None)
-    model = AutoModelForCausalLM.from_pretrained(path / "hf", local_files_only=True).double()
-    both = peft.beside(model, path / "peft").double()
+    both = peft.beside(opened_by_transformers(base, trl_dpo), path / "peft").double()
     for name, weight in both.named_parameters():
         weight.requires_grad_("lora_" in name)
-    trl_dpo.add_fused_lm_head(model, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
-    return both, peft.layers(opened)
+    return both, {
+        f"{each.stored.made_of[0].removesuffix('.weight')}.{part}": f"{peft.PREFIX}{each.module}.{word}.default.weight"
+        for each in peft.layers(opened)
+        for part, word in (("lora_a", "lora_A"), ("lora_b", "lora_B"))
+    }
 
 
-def test_loss_and_gradients_are_those_of_trl(folder, tmp_path, trl_dpo):  # noqa: F811
+def copied(path: Path, state: State, corpus: Corpus, trl_dpo: ModuleType) -> tuple[Any, Any, dict[str, str]]:
+    """The same model and its frozen copy by transformers, with TRL's head; and their names of our weights."""
+    folders = [
+        saved_base(path, name, chunk.state_dict().items(), corpus)
+        for name, chunk in (("hf", state.chunks[0]), ("reference", state.reference[0]))
+    ]
+    model, reference = (opened_by_transformers(each, trl_dpo) for each in folders)
+    layouts = open_folder(folders[0]).layouts
+    return model, reference, {name: theirs.name for name, (theirs, *_) in layouts.items()}
+
+
+@pytest.mark.parametrize("words", [(), COPY], ids=["adapter", "copy"])
+def test_loss_and_gradients_are_those_of_trl(folder, tmp_path, trl_dpo, words):  # noqa: F811
     from accelerate import Accelerator
 
     lines = (folder / "pairs.jsonl").read_text().splitlines()[:PAIRS]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    words = ("plan.replicate=1", "data.eval_fraction=0")
-    corpus = make_corpus(a_run(tmp_path, *words, "batch=1"), tmp_path)
-    first = build(a_run(tmp_path, *words, "batch=1"), corpus, alone())
-    rows = first.loader.train_counts[0]
-    first.loader.close()
-    run = a_run(tmp_path, *words, f"batch={rows}", "plan.grad_accum=1")
-    state = build(run, corpus, alone())
-    torch.manual_seed(2)
-    with torch.no_grad():  # as if some steps were past: B is not zero
-        for name, weight in state.chunks[0].named_parameters():
-            if name.endswith("lora_b"):
-                weight.copy_(0.05 * torch.randn(weight.shape, dtype=weight.dtype))
-    step, batch = dpo.PreferenceStep(run, state.chunks[0], alone()), state.loader.take(0)
+    run, corpus, state = whole_batch(tmp_path, *words)
+    step, batch = dpo.PreferenceStep(run, state, alone()), state.loader.take(0)
     loss = step(batch, torch.ones((), dtype=torch.float64)).item() / PAIRS
     ours = {name: weight.grad for name, weight in state.chunks[0].named_parameters() if weight.requires_grad}
-    model, layers = their_model(tmp_path, state, run, corpus, trl_dpo)
+    reference = None
+    if state.reference:
+        model, reference, names = copied(tmp_path, state, corpus, trl_dpo)
+    else:
+        model, names = adapted(tmp_path, state, run, corpus, trl_dpo)
     state.loader.close()
     trainer = SimpleNamespace(
-        model=model, ref_model=None, accelerator=Accelerator(cpu=True), beta=BETA, loss_types=["sigmoid"],
+        model=model, ref_model=reference, accelerator=Accelerator(cpu=True), beta=BETA, loss_types=["sigmoid"],
         loss_weights=[1.0], f_divergence_type="reverse_kl", ld_alpha=None, use_weighting=False, aux_loss_enabled=False,
         precompute_ref_logps=False, label_smoothing=0.0, _tp_size=1, _total_train_tokens=0,
         _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
@@ -132,13 +152,11 @@ def test_loss_and_gradients_are_those_of_trl(folder, tmp_path, trl_dpo):  # noqa
     theirs.backward()
     assert batch.pairs == PAIRS == len(inputs["input_ids"]) // 2
     assert abs(loss - theirs.item()) < TOLERANCE * theirs.item()
-    held, seen = dict(model.named_parameters()), 0
-    for layer, name in layers.items():
-        for part, word in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
-            grad, mine = held[f"{peft.PREFIX}{name}.{word}.default.weight"].grad, ours[f"{layer}.{part}"]
-            assert (grad - mine).norm() < TOLERANCE * grad.norm(), (layer, part)
-            seen += 1
-    assert seen == len(ours)
+    held = dict(model.named_parameters())
+    assert names.keys() == ours.keys()
+    for name, mine in ours.items():
+        grad = held[names[name]].grad
+        assert (grad - mine).norm() < TOLERANCE * grad.norm(), name
     margin, ahead = step.told(PAIRS).tolist()
     assert abs(trainer._metrics["train"]["rewards/margins"][0] - margin) < TOLERANCE * abs(margin)
     assert trainer._metrics["train"]["rewards/accuracies"] == [ahead]

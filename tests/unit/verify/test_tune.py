@@ -201,6 +201,26 @@ def test_a_frozen_weight_that_moves_is_named(home, tmp_path, monkeypatch):
     assert "which is frozen, has changed" in checks["base"].words
 
 
+def test_the_frozen_copy_that_answers_are_compared_with_is_looked_at(home, tmp_path, monkeypatch):
+    answers = [{"prompt": f"What is {number}?", "chosen": "Four.", "rejected": "It is red."} for number in range(4)]
+    write_lines(home / "pairs.jsonl", answers)
+    words = (f"data.source={home}/pairs.jsonl", "objective=dpo")
+    (tmp_path / "sound").mkdir()
+    checks = certified(home, tmp_path / "sound", *words)
+    assert not failed(checks), checks
+    assert "weights of the reference have the same bits after two steps" in checks["base"].words
+    sound = tune.train
+
+    def moving(run, state, mesh):
+        yield from sound(run, state, mesh)
+        next(state.reference[0].parameters()).data.mul_(1.01)
+
+    monkeypatch.setattr(tune, "train", moving)
+    checks = certified(home, tmp_path, *words)
+    assert failed(checks) == ["base"]
+    assert "embed.weight of the reference, which is frozen, is not the first weight" in checks["base"].words
+
+
 def test_a_run_that_tunes_nothing_is_refused(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("Once upon a time")
     assert main(["verify", "--tune", "arch.preset=tiny", f"data.source={tmp_path}/text.txt"]) == 2

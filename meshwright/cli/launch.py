@@ -141,11 +141,12 @@ def _job(options: argparse.Namespace) -> LaunchJob:
     if options.on != "terraform" and (problems := [*check.need_own_starter(run, f"--on {options.on}")]):
         raise InputError(problems)
     machines = _machines(options, run)
-    most = machines.domain if machines else options.ranks_per_node or run.plan.world
+    most = machines.per_node if machines else options.ranks_per_node or run.plan.world
     if machines and run.plan.world > machines.gpus:
         what = f"the plan has {run.plan.world} ranks, and {machines.name} has {machines.gpus} GPUs"
         raise mistake(what, "plan for these machines, or name others by --cluster", "plan")
-    nodes, per_node = layout(run.plan, most, options.ranks_per_node or 0, machines.nodes if machines else None)
+    switch = machines.domain // most if machines else 1
+    nodes, per_node = layout(run.plan, most, options.ranks_per_node or 0, machines.nodes if machines else None, switch)
     if machines:
         preflight.require_cards(run, msgspec.structs.replace(machines, gpus=run.plan.world))
     out = (options.out or Path("launch") / f"{run.name}-{options.on}").absolute()

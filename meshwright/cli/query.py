@@ -194,7 +194,7 @@ def launcher(machines: Cluster) -> list[str]:
     """The program that starts the ranks: on several machines torchrun, on each of them."""
     if machines.nodes == 1:
         return ["meshwright"]
-    ranks = ["--nnodes", str(machines.nodes), "--nproc-per-node", str(machines.domain)]
+    ranks = ["--nnodes", str(machines.nodes), "--nproc-per-node", str(machines.per_node)]
     return ["torchrun", *ranks, "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500", "-m", "meshwright"]
 
 

@@ -99,11 +99,13 @@ def machine(profile: Profile, gpus: int, stack: Stack) -> Cluster:
         latency=min((each.seconds for each in times), default=profile.launch_seconds),
         efficiency=0.5,
     )
+    domain = max(profile.ranks // domains, 1) if domains > 1 else gpus
     bare = Cluster(
         name=f"{gpus}x{profile.device}",
         gpu=gpu,
         gpus=gpus,
-        domain=max(profile.ranks // domains, 1) if domains > 1 else gpus,
+        domain=domain,
+        per_node=domain,
         scale_up=link,
         network=link,
         host=Link(name="host", bandwidth=profile.host_bandwidth or profile.copy_bandwidth, latency=0.0),

@@ -237,7 +237,7 @@ def _unstated(cluster: Cluster, away: OffloadedMemory) -> str | None:
     unsaid = [(place, key, math.ceil(size / GIB)) for place, key, size, room in places if size and not room]
     if not unsaid:
         return None
-    ranks = min(cluster.domain, cluster.gpus)
+    ranks = min(cluster.per_node, cluster.gpus)
     whole = " and ".join(f"{gib * ranks:,} GiB of {place}" for place, _, gib in unsaid)
     each = f", {' and '.join(f'{gib:,}' for _, _, gib in unsaid)} GiB for each of its {ranks} GPUs" if ranks > 1 else ""
     keys = " ".join(f"goal.{key}={gib}" for _, key, gib in unsaid)

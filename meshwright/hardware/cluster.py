@@ -72,6 +72,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     gpu: Gpu
     gpus: int
     domain: int  # GPUs behind one scale-up switch: a node, or a rack
+    per_node: int  # GPUs of one machine: the domain, or a part of a rack
     scale_up: Link
     network: Link
     host: Link  # between a GPU and its node's memory
@@ -83,8 +84,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def nodes(self) -> int:
-        """Domains in use."""
-        return -(-self.gpus // self.domain)
+        """Machines in use."""
+        return -(-self.gpus // self.per_node)
 
 
 class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,6 +95,7 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     gpus: int = 1
     name: str = ""
     domain: int = 0
+    per_node: int = 0
     scale_up: str = ""
     host: str = ""
     network: str = ""
@@ -117,6 +119,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     fp16: float = 0.0
     fp8: float = 0.0
     domain: int = 8
+    per_node: int = 0  # GPUs of one machine; 0: a domain is one
     scale_up: str = "pcie4"
     host: str = "pcie4"
     network: str = "ethernet"
@@ -337,8 +340,13 @@ def assembled(machines: ClusterFile, known: Catalogue) -> Cluster:
     if machines.gpus > MOST_GPUS:
         what = f"{machines.gpus} GPUs are more than any cluster has"
         problems.append(Problem(what, f"use at most {MOST_GPUS}", "cluster.gpus"))
+    usual = card.per_node if card.per_node and domain % card.per_node == 0 else domain
+    per_node = machines.per_node or usual
+    if per_node > 0 and domain % per_node:
+        what = f"{domain} GPUs behind one switch are not whole machines of {per_node}"
+        problems.append(Problem(what, "correct domain or per_node", "cluster.per_node"))
     gbit = machines.network_gbit or card.network_gbit
-    network = _network(machines.network or card.network, known.networks, gbit, max(domain, 1), problems)
+    network = _network(machines.network or card.network, known.networks, gbit, max(per_node, 1), problems)
     scale_up = _link(machines.scale_up or card.scale_up, known.links, problems)
     host = _link(machines.host or card.host, known.links, problems)
     if problems or network is None or scale_up is None or host is None:
@@ -353,6 +361,7 @@ def assembled(machines: ClusterFile, known: Catalogue) -> Cluster:
         gpu=gpu,
         gpus=machines.gpus,
         domain=domain,
+        per_node=per_node,
         scale_up=scale_up,
         network=network,
         host=host,
@@ -378,7 +387,7 @@ def _link(name: str, links: Mapping[str, LinkEntry], problems: list[Problem]) ->
 
 
 def _network(
-    name: str, networks: Mapping[str, Network], gbit: float, domain: int, problems: list[Problem]
+    name: str, networks: Mapping[str, Network], gbit: float, per_node: int, problems: list[Problem]
 ) -> Link | None:
     """A network seen from one GPU: a node's own rate is shared by its GPUs."""
     found = named(name, networks)
@@ -386,5 +395,5 @@ def _network(
         problems.append(unknown("network", name, networks))
         return None
     network = networks[found]
-    bandwidth = (network.gbit / domain if network.gbit else gbit) * GBIT
+    bandwidth = (network.gbit / per_node if network.gbit else gbit) * GBIT
     return Link(name=found, bandwidth=bandwidth, latency=network.latency * MICRO, efficiency=network.efficiency)

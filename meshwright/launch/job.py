@@ -99,10 +99,10 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-def layout(plan: Plan, most: int, wanted: int, machines: int | None = None) -> tuple[int, int]:
+def layout(plan: Plan, most: int, wanted: int, machines: int | None = None, switch: int = 1) -> tuple[int, int]:
     """How many machines, and ranks of each; `most` GPUs are in one, and the user may want fewer ranks there.
 
-    `machines` are as many as there are; None: nobody said.
+    `machines` are as many as there are; None: nobody said. `switch` of them share the fast link: several in a rack.
     """
     world, block = plan.world, plan.tp * plan.cp * plan.shard
     per_node = wanted or min(most, world)
@@ -121,10 +121,12 @@ def layout(plan: Plan, most: int, wanted: int, machines: int | None = None) -> t
         other = f"use --ranks-per-node {able[0]}, or " if able else ""
         found.append(Problem(what, f"{other}name more machines by --cluster"))
     for name, size in (("plan.tp", plan.tp), ("plan.tp × cp", plan.tp * plan.cp), ("plan.tp × cp × shard", block)):
-        if max(size, per_node) % min(size, per_node) or (name == "plan.tp" and size > per_node):
-            what = f"{name} = {size} does not lie inside machines of {per_node} ranks, so it would cross the network"
-            fits = [count for count in able if count % size == 0]
-            remedy = f"use --ranks-per-node {fits[0]}" if fits else f"use a size that divides {per_node}"
+        reach = min(per_node * switch, world)  # ranks behind one switch
+        if max(size, reach) % min(size, reach) or (name == "plan.tp" and size > reach):
+            where = f"machines of {per_node}" if switch == 1 else f"NVLink domains of {reach}"
+            what = f"{name} = {size} does not lie inside {where} ranks, so it would cross the network"
+            fits = [count for count in able if count * switch % size == 0]
+            remedy = f"use --ranks-per-node {fits[0]}" if fits else f"use a size that divides {reach}"
             found.append(Problem(what, remedy, "plan"))
             break
     if found:

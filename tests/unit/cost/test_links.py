@@ -24,6 +24,7 @@ NODE = Cluster(
     gpu=GPU,
     gpus=16,
     domain=8,
+    per_node=8,
     scale_up=Link(name="inside", bandwidth=200e9, latency=2e-6, efficiency=0.5),
     network=Link(name="outside", bandwidth=20e9, latency=10e-6, efficiency=0.5),
     host=Link(name="host", bandwidth=50e9, latency=1e-6),

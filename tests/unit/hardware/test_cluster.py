@@ -65,6 +65,13 @@ def test_a_nodes_ethernet_port_is_shared_by_its_gpus():
     assert cluster("16xa100").network.bandwidth == 200e9 / 8
 
 
+def test_a_port_is_a_machines_not_a_racks():
+    assert cluster("72xgb200", network="100gbe").network.bandwidth == pytest.approx(100e9 / 8 / 4)
+    assert cluster("2x6xgb200").per_node == 6  # as somebody says it
+    with pytest.raises(InputError, match="72 GPUs behind one switch are not whole machines of 5"):
+        cluster_of({"gpu": "gb200", "gpus": 72, "per_node": 5})
+
+
 def test_every_card_has_what_pricing_needs():
     for each in cards():
         assert each.gpu.memory_bytes > 8 * GIB

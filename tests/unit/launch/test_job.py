@@ -63,6 +63,34 @@ def test_no_more_machines_are_asked_for_than_there_are():
     assert layout(plan(replicate=3, tp=4), 6, 4, machines=3) == (3, 4)
 
 
+def test_a_rack_is_many_machines_behind_one_switch():
+    rack = cluster("72xgb200")
+    assert (rack.domain, rack.per_node, rack.nodes) == (72, 4, 18)
+    assert layout(plan(replicate=9, tp=8), 4, 0, machines=18, switch=18) == (18, 4)  # tp crosses machines, over NVLink
+    assert layout(plan(shard=64), 4, 0, machines=18, switch=18) == (16, 4)
+    with pytest.raises(InputError, match=r"plan\.tp = 16 does not lie inside NVLink domains of 72 ranks"):
+        layout(plan(replicate=9, tp=16), 4, 0, machines=36, switch=18)
+
+
+@pytest.mark.parametrize(
+    ("on", "file", "told"),
+    [
+        (["slurm"], "job.sbatch", "#SBATCH --no-requeue"),
+        (["kubernetes", "--kind", "jobset"], "jobset.yaml", "maxRestarts: 0"),
+        (["kubernetes", "--kind", "pytorchjob"], "pytorchjob.yaml", 'restartPolicy: "Never"'),
+        (["volcano"], "volcano.yaml", 'action: "TerminateJob"'),
+    ],
+)
+def test_a_job_may_be_one_that_is_never_started_again(on, file, told, tmp_path, capsys):
+    options = ["--cluster", "2x8xh100", "--shared", "--out", str(tmp_path), "--folder", "/shared/r", "--requeues", "0"]
+    options += [] if on == ["slurm"] else ["--volume", "runs:/shared"]
+    assert main(["launch", *WORDS, "--on", *on, *options]) == 0
+    text = (tmp_path / file).read_text()
+    assert told in text
+    assert "RestartJob" not in text
+    assert "OnFailure" not in text
+
+
 def test_every_remedy_of_a_layout_is_one():
     for sizes in ({"replicate": 12}, {"replicate": 4, "shard": 6}):
         with pytest.raises(InputError) as refused:

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,19 @@ CLAIMED = ("kubernetes", "volcano")
 READ_FOR = {
     "partition": ("slurm",), "account": ("slurm",), "time": ("slurm",), "hosts": ("torchrun", "mpi"),
     "kind": ("kubernetes",), "image": CLAIMED, "namespace": CLAIMED, "volume": PODS, "cloud": ("terraform",),
+    "requeues": ("slurm", *CLAIMED), "cpus": ("slurm", *CLAIMED, "ray"),
+}  # fmt: skip
+# What people call a target, and the words that name it here.
+MEANT = {
+    "kubeflow": "kubernetes --kind trainjob", "trainjob": "kubernetes --kind trainjob",
+    "pytorchjob": "kubernetes --kind pytorchjob", "jobset": "kubernetes --kind jobset", "job": "kubernetes --kind job",
+    "k8s": "kubernetes", "kubectl": "kubernetes", "vcjob": "volcano", "sbatch": "slurm", "srun": "slurm",
+    "sky": "skypilot", "openmpi": "mpi", "mpirun": "mpi", "mpiexec": "mpi", "kuberay": "ray", "elastic": "torchrun",
+    "aws": "terraform --cloud aws", "gcp": "terraform --cloud gcp", "tofu": "terraform", "opentofu": "terraform",
 }  # fmt: skip
 OF_A_NODE = ("nodes", "master", "stop_is_done")
+OF_FILES = ("on", "submit", "out", "cluster", "cpu", "shared", *READ_FOR)  # which `--node-rank` writes none of
+PORTS = 2**16
 BY_HAND = {
     "torchrun": "start the script on every machine, with its number",
     "terraform": "run terraform apply yourself: it costs money",
@@ -55,25 +67,27 @@ def add_launch(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     said = Target()
     verb.add_argument("words", nargs="*", metavar="RUN.toml | key=value", help=words.OVERRIDES)
-    verb.add_argument("--on", choices=TARGETS, help="what starts the ranks")
+    verb.add_argument("--on", type=target_named, choices=TARGETS, help="what starts the ranks")
     verb.add_argument("--out", type=Path, help="where the files go (default: launch/NAME-TARGET)")
     verb.add_argument("--submit", action="store_true", help="submit the job as well")
     verb.add_argument("--folder", type=Path, help="where the run lives (default: runs/NAME-DIGEST)")
     verb.add_argument("--cluster", help="the machines, such as 2x8xh100 (default: goal.cluster of the run)")
     verb.add_argument("--ranks-per-node", type=words.count, help="ranks of a machine (default: its GPUs)")
     verb.add_argument("--cpu", action="store_true", help="ask for no GPUs")
-    verb.add_argument("--cpus", type=words.count, help="cores of a rank (default: 8 beside a GPU)")
+    verb.add_argument("--cpus", type=words.count, help="slurm, pods, ray: cores of a rank (default: 8 with a GPU)")
     verb.add_argument("--shared", action="store_true", help="all machines see the run folder, though it looks local")
-    verb.add_argument("--partition", default="", help="slurm: where the job runs")
-    verb.add_argument("--account", default="", help="slurm: who pays")
-    verb.add_argument("--time", default=said.time, help=f"slurm: the limit of one start (default: {said.time})")
-    verb.add_argument("--requeues", type=words.count, default=said.requeues, help="starts after the first, at most")
-    verb.add_argument("--hosts", default="", help="torchrun, mpi: the machines, rank 0's first: node0,node1")
-    verb.add_argument("--kind", default=said.kind, help=f"kubernetes: {', '.join(kubernetes.KINDS)}")
-    verb.add_argument("--image", default=said.image, help=f"pods: the container image (default: {said.image})")
-    verb.add_argument("--namespace", default="", help="pods: the namespace")
-    verb.add_argument("--volume", default="", help="pods, skypilot: CLAIM:/PATH or BUCKET:/PATH that all share")
-    verb.add_argument("--cloud", choices=("aws", "gcp"), default=said.cloud, help="terraform: whose machines")
+    verb.add_argument("--partition", help="slurm: where the job runs")
+    verb.add_argument("--account", help="slurm: who pays")
+    verb.add_argument("--time", help=f"slurm: the limit of one start (default: {said.time})")
+    verb.add_argument(
+        "--requeues", type=words.whole, help=f"slurm, pods: starts after the first, at most (default: {said.requeues})"
+    )
+    verb.add_argument("--hosts", help="torchrun, mpi: the machines, rank 0's first: node0,node1")
+    verb.add_argument("--kind", help=f"kubernetes: {', '.join(kubernetes.KINDS)}")
+    verb.add_argument("--image", help=f"pods: the container image (default: {said.image})")
+    verb.add_argument("--namespace", help="pods: the namespace")
+    verb.add_argument("--volume", help="pods, skypilot: CLAIM:/PATH or BUCKET:/PATH that all share")
+    verb.add_argument("--cloud", choices=("aws", "gcp"), help="terraform: whose machines")
     verb.add_argument(
         "--node-rank", metavar="NUMBER", help="start the ranks of this machine now; auto: as pods are told"
     )
@@ -84,17 +98,26 @@ def add_launch(verb: argparse.ArgumentParser) -> None:
     )
 
 
+def target_named(text: str) -> str:
+    """A target by its name; of another name, the one that it is near to or is called elsewhere."""
+    if text in TARGETS:
+        return text
+    name = text.lower()
+    near = get_close_matches(name, [*TARGETS, *MEANT], n=1, cutoff=0.6)
+    remedy = f"did you mean --on {MEANT.get(near[0], near[0])}?" if near else f"use one of {', '.join(TARGETS)}"
+    raise argparse.ArgumentTypeError(f"{text!r} is not known; {remedy}")
+
+
 def launch(options: argparse.Namespace) -> int:
     """Write what starts the run, or start the ranks of one machine."""
     if options.node_rank is not None:
-        if options.on or options.submit:
-            flag = "--on" if options.on else "--submit"
-            raise mistake(f"{flag} cannot be combined with --node-rank", "leave one of them out")
+        said = [name for name in OF_FILES if (value := getattr(options, name)) is not None and value is not False]
+        if said:
+            raise mistake(f"--{said[0]} cannot be combined with --node-rank", "leave one of them out")
         return _start(options)
     if options.on is None:
         raise mistake("nothing says what is to start the ranks", f"add --on {'|'.join(TARGETS)}")
     _require_read(options)
-    kubernetes.require_kind(options.kind)
     job = _job(options)
     made: Launch = import_module(f"meshwright.launch.{options.on}").launch(job)
     problems = [] if options.on in PODS else [*folder_problems(job)]
@@ -121,14 +144,18 @@ def launch(options: argparse.Namespace) -> int:
 
 def _require_read(options: argparse.Namespace) -> None:
     """Nothing is ignored: a flag of another target, or of one machine's own start, is refused."""
-    usual = Target()
     for name in (name for name in OF_A_NODE if getattr(options, name)):
         flag = f"--{name.replace('_', '-')}"
         raise mistake(f"{flag} is for --node-rank, not for --on {options.on}", f"leave {flag} out")
     for name, targets in READ_FOR.items():
-        if options.on not in targets and getattr(options, name) != (getattr(usual, name) or ""):
+        if options.on not in targets and getattr(options, name) is not None:
             what = f"--{name} is for --on {' and '.join(targets)}, not for --on {options.on}"
             raise mistake(what, f"leave --{name} out")
+    target = _target(options)
+    kubernetes.require_kind(target.kind)
+    if options.requeues is not None and options.on == "kubernetes" and target.kind == "trainjob":
+        what = "--requeues is not for --kind trainjob, whose runtime on the cluster says how often it starts again"
+        raise mistake(what, "leave --requeues out, or use --kind jobset")
 
 
 def _job(options: argparse.Namespace) -> LaunchJob:
@@ -184,8 +211,8 @@ def _machines(options: argparse.Namespace, run: Run) -> Cluster | None:
 def _target(options: argparse.Namespace) -> Target:
     """What was said of the place."""
     same = ("partition", "account", "time", "requeues", "image", "namespace", "volume", "kind", "cloud", "shared")
-    hosts = tuple(host for host in options.hosts.split(",") if host)
-    said: dict[str, Any] = {name: getattr(options, name) for name in same}
+    hosts = tuple(host for host in (options.hosts or "").split(",") if host)
+    said: dict[str, Any] = {name: getattr(options, name) for name in same if getattr(options, name) is not None}
     return Target(**said, hosts=hosts, cpus=options.cpus or (0 if options.cpu else 8))
 
 
@@ -241,6 +268,6 @@ def host_and_port(address: str) -> tuple[str, int]:
     """The two of HOST:PORT, HOST, or an IPv6 address as in a browser, [::1]:29500."""
     is_number = address.count(":") > 1 and not address.startswith("[")
     found = re.fullmatch(r"(?:\[([^]]+)\]|([^:\[\]]+))(?::([0-9]{1,5}))?", f"[{address}]" if is_number else address)
-    if found is None:
+    if found is None or int(found[3] or 0) >= PORTS:
         raise mistake(f"{address or 'nothing'} is not where rank 0 could listen", "add --master HOST:PORT")
     return found[1] or found[2], int(found[3] or DEFAULT_PORT)

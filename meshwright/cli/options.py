@@ -44,6 +44,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    """A whole number, 0 among them."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} should be a whole number of at least 0")
+    return int(text)
+
+
 def positions(text: str) -> int:
     """The tokens of a sample or a document, as people write them: 8192, or 8k, which is 8 · 1024."""
     found = re.fullmatch(r"(\d+)([kKmM]?)", text.strip())

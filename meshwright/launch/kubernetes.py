@@ -65,9 +65,10 @@ def pytorch_job(job: LaunchJob) -> list[dict[str, Any]]:
 
     It starts again after every code but 0, so a run that people have stopped must end with that.
     """
-    pod = pods.pod(job, [*pods.words(job), "--stop-is-done"], "OnFailure", "pytorch")
+    again = "OnFailure" if job.target.requeues else "Never"  # a kubelet starts again before anybody counts
+    pod = pods.pod(job, [*pods.words(job), "--stop-is-done"], again, "pytorch")
     del pod["restartPolicy"]  # the replica's is the pod's
-    replica = {"restartPolicy": "OnFailure", "template": {"spec": pod}}
+    replica = {"restartPolicy": again, "template": {"spec": pod}}
     replicas = {"Master": {"replicas": 1, **replica}}
     if job.nodes > 1:
         replicas["Worker"] = {"replicas": job.nodes - 1, **replica}

@@ -82,7 +82,8 @@ def batch(job: LaunchJob) -> str:
     }.items():
         after = after.replace(f"@{name}@", value)
     own = [f"here={shlex.quote(str(job.out))}", f"folder={shlex.quote(str(job.folder))}"]
-    return "\n".join(["#!/bin/bash", *lines, "#SBATCH --requeue", "", "set -u", *own, "", after])
+    again = "--requeue" if said.requeues else "--no-requeue"  # which Slurm does by itself when a machine is lost
+    return "\n".join(["#!/bin/bash", *lines, f"#SBATCH {again}", "", "set -u", *own, "", after])
 
 
 def array(name: str, out: Path, cache: Path, parts: int, cpus: int, partition: str, limit: str) -> Launch:

@@ -23,7 +23,8 @@ def launch(job: LaunchJob) -> Launch:
 def volcano_job(job: LaunchJob) -> dict[str, Any]:
     """All pods are scheduled or none; the env plugin numbers them, the svc plugin gives them names."""
     address = f"{job.label}-{TASK}-0.{job.label}"
-    restarts = [{"exitCode": code, "action": "RestartJob"} for code in (*pods.RESUMABLE, 137, 143)]
+    action = "RestartJob" if job.target.requeues else "TerminateJob"  # maxRetry = 0 is Volcano's word for its usual 3
+    restarts = [{"exitCode": code, "action": action} for code in (*pods.RESUMABLE, 137, 143)]
     task = {
         "name": TASK,
         "replicas": job.nodes,
@@ -37,9 +38,9 @@ def volcano_job(job: LaunchJob) -> dict[str, Any]:
         "spec": {
             "schedulerName": "volcano",
             "minAvailable": job.nodes,
-            "maxRetry": job.target.requeues,
+            "maxRetry": max(job.target.requeues, 1),
             "plugins": {"env": [], "svc": []},
-            "policies": [{"event": "PodEvicted", "action": "RestartJob"}, *restarts],
+            "policies": [{"event": "PodEvicted", "action": action}, *restarts],
             "tasks": [task],
         },
     }

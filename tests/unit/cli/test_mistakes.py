@@ -662,7 +662,11 @@ MISTAKES = [
     Mistake("eval . --field text", "--format and --field say how --data is read", "add --data PATH"),
     # cache and completion
     Mistake("launch arch.preset=tiny", "nothing says what is to start the ranks", "add --on slurm|torchrun|"),
-    Mistake("launch --on pbs", "argument --on: invalid choice: 'pbs'", "(choose from "),
+    Mistake("launch --on pbs", "argument --on: 'pbs' is not known", "use one of slurm, torchrun"),
+    Mistake("launch --on kubeflow", "argument --on: 'kubeflow' is", "did you mean --on kubernetes --kind trainjob?"),
+    Mistake("launch --on jobset", "argument --on: 'jobset' is not", "did you mean --on kubernetes --kind jobset?"),
+    Mistake("launch --on Slrum", "argument --on: 'Slrum' is not known", "did you mean --on slurm?"),
+    Mistake("launch --on slurm --requeues -1", "argument --requeues: '-1'", "should be a whole number of at least 0"),
     Mistake(
         "launch batch=12 plan.replicate=3 --on mpi --ranks-per-node 2", "3 ranks do not divide into", "use --ranks-per"
     ),

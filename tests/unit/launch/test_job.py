@@ -120,7 +120,11 @@ def test_every_remedy_of_a_layout_is_one():
         (["--cluster", "2x8xh100", "--on", "mpi", "faults.memory_every=5"], "faults.memory_every needs our own"),
         (["--cluster", "2x8xh100", "--nodes", "3"], "--nodes is for --node-rank, not for --on slurm"),
         (["--on", "mpi", "--node-rank", "0"], "--on cannot be combined with --node-rank"),
+        (["--requeues", "0", "--node-rank", "0"], "--requeues cannot be combined with --node-rank"),
         (["--on", "mpi", "--partition", "a"], "--partition is for --on slurm, not for --on mpi"),
+        (["--on", "mpi", "--cpus", "4"], "--cpus is for --on slurm"),
+        (["--on", "torchrun", "--requeues", "50"], "--requeues is for --on slurm"),
+        (["--on", "kubernetes", "--requeues", "3"], "--requeues is not for --kind trainjob"),
         ([], "the plan has 16"),
     ],
 )
@@ -215,7 +219,9 @@ def test_where_rank_0_listens_may_be_a_name_or_a_number_of_either_kind(said, fou
     assert host_and_port(said) == found
 
 
-@pytest.mark.parametrize("said", ["", ":1234", "node0:port", "[fd00::7", "[fd00::7]1234", "node0:1234567"])
+@pytest.mark.parametrize(
+    "said", ["", ":1234", "node0:port", "[fd00::7", "[fd00::7]1234", "node0:1234567", "node0:65536"]
+)
 def test_what_is_no_address_is_refused(said):
     with pytest.raises(InputError, match="is not where rank 0 could listen"):
         host_and_port(said)

@@ -142,14 +142,16 @@ def gpus_needed(options: argparse.Namespace) -> int:
         raise InputError([Problem(f"no number of {asked.question.cluster.gpu.name} GPUs is enough", remedy)])
     gpus, answer = needed
     question = sizes.with_gpus(asked.question, gpus)
-    on_device = None
+    on_device: int | None = gpus
     if answer.found[0].ledger.away.host:
-        on_device = sizes.gpus_needed(asked.question.with_fixed(ON_DEVICE), 1)
-    record = answer_record(asked, question, answer) | {"gpus": gpus, "gpus_without_offload": on_device and on_device[0]}
+        alone = sizes.gpus_needed(asked.question.with_fixed(ON_DEVICE), 1)
+        on_device = alone and alone[0]
+    more = None if on_device == gpus else on_device
+    record = answer_record(asked, question, answer) | {"gpus": gpus, "gpus_without_offload": more}
     lines = [answer.host_question] if answer.host_question else []
     said = f"At least {gpus} {question.cluster.gpu.name} {'is' if gpus == 1 else 'are'} needed"
-    if answer.found[0].ledger.away.host:
-        said += f", with offload to the host; {on_device[0] if on_device else 'no number'} without"
+    if on_device != gpus:
+        said += f", with offload to the host; {on_device or 'no number'} without"
     lines += [f"{said}.", *tables.plan_heading(asked, question), ""]
     ranking = tables.ranking(answer, question, words.columns())
     show(options, record, [*lines, *ranking, "", explain.why(answer.found[0])])

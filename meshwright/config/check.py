@@ -15,7 +15,7 @@ from meshwright.config.arch_rules import (
     VOCAB_LIMIT,
 )
 from meshwright.config.run import FP8_KEYS, Data, Optim, Run
-from meshwright.config.tuning import TUNING_RULES
+from meshwright.config.tuning import TUNED_MODEL_RULES, TUNING_RULES
 from meshwright.spec import plan as recompute
 from meshwright.spec.addresses import has_secret, is_address, without_secret
 from meshwright.spec.blockwise import FORMATS
@@ -848,6 +848,8 @@ PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _ulysses, _pipeline, _experts, _deterministic, _noise_scale, _outer, _routes, _whole_tensors,
     _onebit, _nobody_to_tell, _staleness, communication.rules, _live, lambda run: how_blocks_run(run.plan),
 )  # fmt: skip
+# Whether a model can be tuned as a run says, whatever its plan.
+MODEL_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (_compared, *TUNED_MODEL_RULES)
 RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _counts, *ARCH_RULES, _rates, _optimizer, _freeze, _data, _preference,
     _compared, _addresses, evaluation.rules, *TUNING_RULES, *PLAN_RULES,

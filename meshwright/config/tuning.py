@@ -223,6 +223,8 @@ def _in_stage(param: Param, layers: range, stage: int, stages: int) -> bool:
 
 
 TUNED_PLAN_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (_plan, _held, _stages)
+# What they ask of the model alone: of a tp of one, weights in few bits ask nothing of a plan.
+TUNED_MODEL_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (_targets, _experts, _freeze, _held)
 TUNING_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
     _kind,
     _targets,

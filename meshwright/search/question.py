@@ -90,6 +90,11 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         return self.arch.tuning is not msgspec.UNSET
 
     @property
+    def may_offload_states(self) -> bool:
+        """Whether the states of what is trained may be elsewhere: several ranks share them out instead."""
+        return self.cluster.gpus == 1 and not self.updates_whole and not self.arch.copies_reference
+
+    @property
     def is_limited(self) -> bool:
         """Whether the GPUs have more memory than may be used."""
         return self.cluster.gpu.memory_bytes == self.limit_bytes
@@ -162,5 +167,5 @@ def _optimizers(question: Question) -> Iterator[Question]:
             if (optimizer := in_state_dtype(question.optimizer, state_dtype)) != question.optimizer:
                 form = {"master_weights": master_weights, "state_dtype": state_dtype, "optimizer": optimizer}
                 yield msgspec.structs.replace(question, **form)
-    if usual and question.cluster.gpus == 1 and not question.updates_whole and not question.freezes:
+    if usual and question.may_offload_states:
         yield msgspec.structs.replace(question, state_dtype="bf16")

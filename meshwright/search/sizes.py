@@ -11,9 +11,9 @@ import msgspec
 from meshwright.config import presets
 from meshwright.cost.activations import block_kept, microbatch_shape
 from meshwright.search.best_first import Candidate, SearchResult, search
-from meshwright.search.bounds import smallest_world, widths
+from meshwright.search.bounds import groups, smallest_world, widths
 from meshwright.search.question import Question, variants
-from meshwright.search.space import empty, refuse_empty
+from meshwright.search.space import empty, refuse_empty, suits
 from meshwright.spec.arch import Arch
 from meshwright.spec.optimizers import DESCRIPTIONS
 from meshwright.spec.params import Param, as_stored, count, params
@@ -70,7 +70,13 @@ def largest_model(question: Question) -> Largest | None:
         arch = msgspec.structs.replace(presets.preset(name), tuning=question.arch.tuning)
         if arch.positions == "learned" and arch.context < question.sequence:
             continue
-        answer = search(msgspec.structs.replace(question, arch=arch), top=1)
+        asked = msgspec.structs.replace(question, arch=arch)
+        if not suits(asked):
+            continue
+        if _fewest_for_states(asked) > question.cluster.gpus:
+            larger = name if any(_has_plans(variant) for variant in variants(asked)) else larger
+            continue
+        answer = search(asked, top=1)
         if answer.found:
             found = answer.found[0]
             if found.price.seconds <= LONGEST_STEP:
@@ -114,22 +120,36 @@ def largest_sequence(question: Question) -> Largest | None:
 
 def gpus_needed(question: Question, top: int = 5) -> tuple[int, SearchResult] | None:
     """The least number of these GPUs on which some plan fits, and the best plans there; None: none does."""
-    widest = question.with_unknown_host("too") if question.unknown_host == "last" else question
-    least = min(smallest_world(variant) for variant in variants(with_gpus(widest, 1)))
+    least = _fewest_for_states(question)
     for gpus in gpu_counts(question):
         if gpus >= least and (answer := search(with_gpus(question, gpus), top)).found:
             return gpus, answer
     return None
 
 
+def _fewest_for_states(question: Question) -> float:
+    """GPUs below which nothing fits, since the states alone do not: known without a search."""
+    widest = question.with_unknown_host("too") if question.unknown_host == "last" else question
+    return min(smallest_world(variant) for variant in variants(with_gpus(widest, 1)))
+
+
+def _has_plans(question: Question) -> bool:
+    """Whether what is fixed suits a model, however large it is."""
+    return bool(groups(question))
+
+
 def gpu_counts(question: Question) -> Iterator[int]:
-    """Numbers of GPUs that one can have: parts of a node that divide it, then whole nodes, ever coarser."""
-    domain = question.cluster.domain
-    yield from (part for part in range(1, domain) if domain % part == 0)
-    nodes = 1
-    while nodes * domain <= MOST_GPUS:
-        yield nodes * domain
-        nodes += max(1, 2 ** (nodes.bit_length() - 4))  # steps of an eighth at most: an answer is off by no more
+    """Numbers of GPUs that one can have: parts of a machine that divide it, then whole machines, ever coarser.
+
+    Several machines behind one switch are had one by one; beyond, whole domains.
+    """
+    node, domain = question.cluster.per_node, question.cluster.domain
+    yield from (part for part in range(1, node) if node % part == 0)
+    yield from range(node, domain, node)
+    domains = 1
+    while domains * domain <= MOST_GPUS:
+        yield domains * domain
+        domains += max(1, 2 ** (domains.bit_length() - 4))  # steps of an eighth at most: an answer is off by no more
 
 
 def with_gpus(question: Question, gpus: int) -> Question:

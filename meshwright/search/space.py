@@ -248,14 +248,12 @@ def homes(question: Question) -> tuple[tuple[str, str], ...]:
     resident = question.state_dtype != "bf16" or question.master_weights != "fp32"
     found = [("none", updates[0])] if resident else []
     bare = question.precision in NARROW and not keeps_bf16_params(question)
-    alone = question.cluster.gpus == 1 and not question.updates_whole and not question.freezes
     on_device = question.master_weights != "fp32" or question.state_dtype in FORMATS
-    if not alone or fixed.get("deterministic") or on_device or bare:
+    if not question.may_offload_states or fixed.get("deterministic") or on_device or bare:
         return tuple(found)
     if question.has_host:
         found += [("host", update) for update in updates]
-    if question.has_disk:
-        found.append(("disk", updates[0]))
+        found += [("disk", updates[0])] if question.has_disk else []  # by way of the host
     return tuple(found)
 
 
@@ -289,21 +287,34 @@ def has_bf16_copy(question: Question, layout: AxesChoice) -> bool:
 
 def problems(question: Question, plan: Plan) -> list[Problem]:
     """What the rules say of a plan."""
+    run = _run(question, plan)
+    return [problem for rule in (*check.PLAN_RULES, *TUNED_PLAN_RULES) for problem in rule(run)]
+
+
+def suits(question: Question) -> bool:
+    """Whether its model can be trained as is asked: with these adapters, or on preferences."""
+    if question.arch.tuning is msgspec.UNSET:
+        return True
+    run = _run(question, Plan(microbatch=1))
+    return not any(problem for rule in check.MODEL_RULES for problem in rule(run))
+
+
+def _run(question: Question, plan: Plan) -> Run:
     kept = question.master_weights
     name: Any = DESCRIPTIONS[question.optimizer].name  # of those that optim.name may be
     draws = kept == "none"
     freeze = question.arch.tuning.freeze if question.arch.tuning is not msgspec.UNSET else ()
     states = question.state_dtype
     optim = Optim(name=name, master_weights=kept, stochastic_rounding=draws, state_dtype=states, freeze=freeze)
-    run = Run(
+    return Run(
         arch=question.arch,
         plan=plan,
         batch=question.batch,
         sequence=question.sequence,
         optim=optim,
         adapter=question.arch.adapter,
+        objective="dpo" if question.arch.compared else "sft",
     )
-    return [problem for rule in (*check.PLAN_RULES, *TUNED_PLAN_RULES) for problem in rule(run)]
 
 
 def wants_pipeline(question: Question) -> bool:

@@ -65,6 +65,8 @@ def test_the_fewest_gpus_are_told_with_and_without_the_host(capsys):
     assert lines[1] == "At least 1 rtx-4090 is needed, with offload to the host; 8 without."
     found = answer(capsys, "plan llama3-70b --cluster 8xa100-80g --gpus-needed")
     assert (found["gpus"], found["gpus_without_offload"]) == (8, 16)
+    same = "plan llama3-70b --cluster 72xgb200 --gpus-needed"  # two trays of four hold it either way
+    assert told(capsys, same).startswith("At least 8 gb200 are needed.\n")
 
 
 def test_the_largest_asks_only_where_nothing_fits_for_sure(capsys):

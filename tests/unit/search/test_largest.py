@@ -86,3 +86,22 @@ def test_the_largest_model_with_an_adapter_is_larger_than_without(monkeypatch):
     assert alone is not None
     assert adapted is not None
     assert (alone.value, adapted.value) == ("gpt2", "llama3-8b")
+
+
+TINY = ("tiny", "tiny-moe", "tiny-deepseek-v2")  # of which the dense one is the smallest
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        Tuning(adapter=Adapter(kind="lora"), compared=True),
+        Tuning(adapter=Adapter(kind="lora", dropout=0.1)),
+        Tuning(adapter=Adapter(kind="lora", targets=("attn.k", "mlp.gate"))),
+    ],
+)
+def test_the_largest_model_is_one_that_can_be_tuned_as_asked(monkeypatch, tuning):
+    monkeypatch.setattr("meshwright.search.sizes.presets.preset_names", lambda: TINY)
+    asked = question("tiny", "1xh100", sequence=512, batch=4)
+    found = largest_model(msgspec.structs.replace(asked, arch=msgspec.structs.replace(asked.arch, tuning=tuning)))
+    assert found is not None
+    assert (found.value, found.next_value) == ("tiny", None)

@@ -22,6 +22,8 @@ def test_gpu_counts_are_parts_of_a_node_and_then_nodes():
     assert counts[:8] == [1, 2, 4, 8, 16, 24, 32, 40]
     assert all(count % 8 == 0 for count in counts[3:])
     assert all(after <= before * 1.15 for before, after in pairwise(counts[10:]))
+    trays = gpu_counts(question("llama3-8b", "72xgb200"))  # machines of four, eighteen behind one switch
+    assert list(trays)[:22] == [1, 2, *range(4, 73, 4), 144, 216]
 
 
 @pytest.mark.parametrize("asked", [msgspec.structs.replace(ASKED, fixed=ON_DEVICE), LARGE])

@@ -7,7 +7,7 @@ import pytest
 from meshwright.config import check
 from meshwright.config.run import Run
 from meshwright.search.question import Question, variants
-from meshwright.search.space import CHUNKS, SCHEDULES, PipelineChoice, empty, layouts, plans, policies, problems
+from meshwright.search.space import CHUNKS, SCHEDULES, PipelineChoice, empty, homes, layouts, plans, policies, problems
 from meshwright.spec.plan import Plan, balanced_stages
 from meshwright.spec.tuning import Adapter, Tuning
 from search.questions import question
@@ -292,3 +292,22 @@ def test_no_answers_are_compared_beside_a_secondary_shard():
     compared = msgspec.structs.replace(asked, arch=msgspec.structs.replace(asked.arch, tuning=tuning))
     assert any("secondary_shard" in each.fixed for each in variants(asked))
     assert not any("secondary_shard" in each.fixed for each in variants(compared))
+
+
+def test_states_of_what_is_trained_may_be_elsewhere_where_the_trainer_lets_them():
+    asked = question("tiny", "1xh100", sequence=512, batch=4)
+    for tuning in (Tuning(adapter=Adapter(kind="lora")), Tuning(freeze=("embed",)), Tuning(compared=True)):
+        tuned = msgspec.structs.replace(asked, arch=msgspec.structs.replace(asked.arch, tuning=tuning))
+        offloaded = Plan(microbatch=4, precision="bf16", bf16_params=True, optimizer_offload="host")
+        assert (("host", "host") in homes(tuned)) == (not problems(tuned, offloaded)), tuning
+    both = Tuning(freeze=("embed",), compared=True)
+    frozen = msgspec.structs.replace(asked, arch=msgspec.structs.replace(asked.arch, tuning=both))
+    assert "frozen copy" in problems(frozen, offloaded)[0].text
+
+
+def test_a_disk_is_not_counted_on_where_nothing_is_known_of_the_host():
+    asked = question("tiny", "1xh100", sequence=512, batch=4)
+    machines = msgspec.structs.replace(asked.cluster, host_bytes=0.0, disk_bytes=1e12)
+    unknown = msgspec.structs.replace(asked, cluster=machines)
+    assert {home for home, _ in homes(unknown)} == {"none"}
+    assert {home for home, _ in homes(unknown.with_unknown_host("too"))} == {"none", "host", "disk"}

@@ -1,15 +1,21 @@
-"""Saving and loading beside the raw disk: `python benchmarks/checkpoint.py [--only disk|run] [--folder DISK]`.
+"""Saving and loading beside the raw disk: `python benchmarks/checkpoint.py [--only disk|run|copies] [--folder DISK]`.
 
 `disk`: tensors of a model's shapes (three fp32 kinds, on the GPU where there is one) are saved and loaded. By turns,
 plain bytes of the same size are written and flushed, and read, to and from the same disk, whose system is told to
 forget them. `run`: `meshwright train` of that model; how long each save pauses it, by the run's own records. On a GPU
 the model is Llama-3 of 1B parameters (18 GB), else a small one (327 MB).
+
+`copies`, only if asked for: what a step takes without and with in-memory checkpoints whose parts go to the next machine
+(two machines of one rank each on this one, by `launch --node-rank`), and without and with `checkpoint.remote` (a folder
+of the same disk). Runs are made by turns, `--times` of each; of each pair of neighbours the ratio of median steps is
+taken, so that a machine which is busy for a while is busy for both. It needs a quiet machine.
 """
 
 import argparse
 import json
 import os
 import platform
+import socket
 import statistics
 import subprocess
 import sys
@@ -52,6 +58,15 @@ KINDS = ("weight", "first", "second")
 BLOCK = 4 * 2**20
 RATES = ("raw_write_bytes_per_second", "save_bytes_per_second", "raw_read_bytes_per_second", "load_bytes_per_second")
 WARM_UP = 3  # steps that are not counted
+OFTEN = 5  # steps between the saves whose copies are measured
+# Without and with; `{}` is a folder of the run's own.
+COPIED: dict[str, tuple[str, str]] = {
+    "next_machine": (
+        "checkpoint.every=0 plan.shard=2 plan.zero=3",
+        f"checkpoint.every=0 plan.shard=2 plan.zero=3 faults.memory_every={OFTEN}",
+    ),
+    "remote": (f"checkpoint.every={OFTEN}", f"checkpoint.every={OFTEN} checkpoint.remote=file://{{}}/remote"),
+}
 
 
 def run_of(words: str, steps: int) -> Run:
@@ -198,6 +213,57 @@ def pauses(words: str, steps: int, folder: Path) -> dict[str, Any]:
     }
 
 
+def copies(words: str, steps: int, times: int, folder: Path) -> dict[str, Any]:
+    """What copies cost a step, by turns without and with them."""
+    found: dict[str, Any] = {}
+    for kind, variants in COPIED.items():
+        pairs, loads = list[list[float]](), list[float]()
+        for number in range(times):
+            pair = []
+            for variant, more in enumerate(variants):
+                home = folder / f"{kind}-{number}-{variant}"
+                home.mkdir()
+                pair.append(median_step(f"{words} {more.format(home)}", steps, home, nodes=2 - (kind == "remote")))
+            pairs.append(pair)
+            loads.append(os.getloadavg()[0])
+        ratios = sorted(with_copies / without for without, with_copies in pairs)
+        found[kind] = {
+            "words": variants,
+            "step_seconds": pairs,
+            "ratio_median": statistics.median(ratios),
+            "ratio_from_to": [ratios[0], ratios[-1]],
+            "load_average": loads,
+        }
+    return found
+
+
+def median_step(words: str, steps: int, folder: Path, nodes: int) -> float:
+    """The median step of a run, of one rank or of so many machines with one each."""
+    preset, *rest = words.split()
+    quiet = [word for word in QUIET.split() if nodes == 1 or not word.startswith("plan.")]
+    shape = [f"arch.preset={preset}", *quiet, *rest, f"steps={steps}", "--folder", str(folder / "run")]
+    commands = [["train", *shape, "--ranks", "1"]]
+    if nodes > 1:
+        with socket.socket() as tried:
+            tried.bind(("127.0.0.1", 0))
+            master = f"127.0.0.1:{tried.getsockname()[1]}"
+        machine = ["launch", *shape, "--nodes", str(nodes), "--ranks-per-node", "1", "--master", master]
+        commands = [[*machine, "--node-rank", str(number)] for number in range(nodes)]
+    around = {**os.environ, "OMP_NUM_THREADS": str(max(cores() // nodes, 1))}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "meshwright", *each], env=around, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            text=True,
+        )
+        for each in commands
+    ]  # fmt: skip
+    said = [each.communicate()[1] for each in started]
+    if any(each.returncode for each in started):
+        raise RuntimeError("\n".join(said)[-2000:])
+    records = [read_line(line) for line in (folder / "run" / "steps.rank0.jsonl").read_bytes().splitlines()]
+    return statistics.median(record.seconds for record in records[WARM_UP:] if isinstance(record, StepRecord))
+
+
 def rows(record: dict[str, Any]) -> list[str]:
     """The record as docs/checkpoints.md has it."""
     disk, run = record["disk"], record["run"]
@@ -213,11 +279,11 @@ def rows(record: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="key=value", help="another model, for example arch.layers=24")
-    parser.add_argument("--only", choices=("disk", "run"))
+    parser.add_argument("--only", choices=("disk", "run", "copies"))
     parser.add_argument("--steps", type=int, default=0, help="of the run (default 24, on a GPU 260)")
     parser.add_argument("--times", type=int, default=0, help="saves and loads (default 5, on a GPU 2)")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: the temporary folder)")
-    parser.add_argument("--out", type=Path, default=Path("results/checkpoint.json"))
+    parser.add_argument("--out", type=Path, help="default: results/checkpoint.json, of copies results/copies.json")
     options = parser.parse_args()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     words = " ".join([LARGE if gpu else SMALL, *options.words])
@@ -231,12 +297,14 @@ def main() -> None:
         "words": words,
     }
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        if options.only != "run":
+        if options.only == "copies":
+            found["copies"] = copies(words, steps, times, Path(name))
+        if options.only in (None, "disk"):
             found["disk"] = disk(run_of(words, steps), times, Path(name))
-        if options.only != "disk":
+        if options.only in (None, "run"):
             found["run"] = pauses(words, steps, Path(name) / "trained")
     text = json.dumps(found, indent=2) + "\n"
-    options.out.write_text(text)
+    (options.out or Path(f"results/{'copies' if options.only == 'copies' else 'checkpoint'}.json")).write_text(text)
     print(text, end="")
 
 

@@ -43,12 +43,15 @@ Say = Callable[[str], None]
 
 
 class StepReader:
-    """An open step: its manifest, and the chunks that were used last. `pinned`: what it reads goes to a GPU."""
+    """An open step: its manifest, and the chunks that were used last. `pinned`: what it reads goes to a GPU.
 
-    def __init__(self, folder: Path, *, pinned: bool = False) -> None:
+    Of a step that was put together from parts the manifest is given, and only the chunks that are read need be there.
+    """
+
+    def __init__(self, folder: Path, *, pinned: bool = False, manifest: Manifest | None = None) -> None:
         self.folder, self.pinned = folder, pinned
         self._own = threading.local()  # each thread's buffer
-        self.manifest: Manifest = format.read(folder)
+        self.manifest: Manifest = manifest or format.read(folder)
         self._open: OrderedDict[int, tuple[AbstractContextManager[int], int]] = OrderedDict()  # chunk -> descriptor
 
     def __enter__(self) -> "StepReader":
@@ -188,7 +191,7 @@ def newest(
     last = math.inf if run is None else run.steps
     steps = [step for step in format.present(home) if step <= last and only in (None, step)]
     while (step := write.number_of_first(steps.pop() if steps else -1, mesh)) >= 0:
-        manifest, words = _tried(home / format.name(step), run, holdings, earlier)
+        manifest, words = tried(home / format.name(step), run, holdings, earlier)
         words = write.first_words(words, mesh)
         if words is None:
             assert manifest is not None
@@ -202,11 +205,17 @@ def newest(
     return None
 
 
-def _tried(
-    folder: Path, run: Run | None, holdings: Sequence[TensorShard], earlier: Collection[str]
+def tried(
+    folder: Path,
+    run: Run | None,
+    holdings: Sequence[TensorShard],
+    earlier: Collection[str],
+    manifest: Manifest | None = None,
 ) -> tuple[Manifest | None, str | None]:
+    """Fill what this rank holds from one step; its manifest, or why it cannot be used."""
+    is_pinned = any(holding.tensor.is_cuda for holding in holdings)
     try:
-        with StepReader(folder, pinned=any(holding.tensor.is_cuda for holding in holdings)) as reader:
+        with StepReader(folder, pinned=is_pinned, manifest=manifest) as reader:
             holdings = as_saved(reader.manifest, holdings)
             check_optimizer(reader.manifest, folder, holdings)
             if run is not None:

@@ -278,7 +278,7 @@ def _fetched(remote: RemoteFolder, stump: Path, step: int, run: Run, mesh: Mesh)
         check = write.RankCheck(damage=words_of(error)[:500])
     note = stump / write.part_name(mesh.rank)
     storage.write_whole(disk, note, msgspec.json.encode(check), is_passing=True)
-    said = write.collect(stump, mesh.world, threading.Event(), write.RankCheck)
+    said = write.collect(stump, range(mesh.world), threading.Event(), write.RankCheck)
     return manifest, next((one.damage for one in said if one.damage), None)
 
 

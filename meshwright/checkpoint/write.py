@@ -64,11 +64,11 @@ def part_name(rank: int) -> str:
     return f"part.rank{rank}.json"
 
 
-def collect(stump: Path, world: int, abandoned: threading.Event, kind: type[Note]) -> list[Note]:
-    """The notes of all ranks, once they are there."""
+def collect(stump: Path, ranks: Sequence[int], abandoned: threading.Event, kind: type[Note]) -> list[Note]:
+    """The notes of some ranks, once they are there."""
     parts: list[Note] = []
-    while len(parts) < world:
-        name = part_name(len(parts))
+    while len(parts) < len(ranks):
+        name = part_name(ranks[len(parts)])
         if (stump / name).exists():
             content = storage.read_small(stump, name, format.BYTES_A_CHUNK)
             try:
@@ -76,7 +76,7 @@ def collect(stump: Path, world: int, abandoned: threading.Event, kind: type[Note
             except msgspec.DecodeError as error:
                 raise CorruptError([Damage(file=str(stump / name), text=f"is not a rank's note: {error}")]) from None
         elif abandoned.is_set():
-            raise AbandonedError(f"rank {len(parts)} did not write its part")
+            raise AbandonedError(f"rank {ranks[len(parts)]} did not write its part")
         else:
             time.sleep(LOOK_SECONDS)
     return parts
@@ -149,12 +149,23 @@ def first_words(text: str | None, mesh: Mesh) -> str | None:
     rank = int(speaker.item())
     if rank == mesh.world:
         return None
-    words = torch.zeros(MOST_BYTES, dtype=torch.uint8, device=mesh.device)
+    words = bytes_from(rank, (text or "").encode()[:MOST_BYTES], mesh)
+    return f"rank {rank}: " + words.decode(errors="replace")
+
+
+def bytes_from(rank: int, content: bytes, mesh: Mesh) -> bytes:
+    """What one rank has to say, on every rank; of the others' content nothing is read."""
+    if mesh.world == 1:
+        return content
+    size = torch.tensor(len(content), dtype=torch.int64, device=mesh.device)
+    dist.broadcast(size, src=rank)
+    room = torch.zeros(int(size.item()), dtype=torch.uint8, device=mesh.device)
+    if not room.numel():
+        return b""
     if rank == mesh.rank:
-        mine = (text or "").encode()[:MOST_BYTES]
-        words[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(mesh.device) if mine else 0
-    dist.broadcast(words, src=rank)
-    return f"rank {rank}: " + bytes(words.tolist()).rstrip(b"\0").decode(errors="replace")
+        room.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    dist.broadcast(room, src=rank)
+    return room.cpu().numpy().tobytes()
 
 
 def withdraw(disk: Disk, home: Path, step: int) -> None:
@@ -182,9 +193,18 @@ class Saver:
     waits: bool = False  # for copies from a device: others than the caller's next update may change what they are of
     note: Callable[[SaveRecord], None] = lambda record: None  # rank 0: where each save is recorded
 
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Whose parts are joined, by the first of them."""
+        return range(self.mesh.world)
+
+    @property
+    def joins(self) -> bool:
+        return self.mesh.rank == self.ranks[0]
+
     def __post_init__(self) -> None:
         self.setting = self._kept()
-        if self.mesh.rank == 0:
+        if self.joins:
             format.sweep(self.disk, self.home)  # before the others know the name of this attempt's stumps
         self.unusable = {step for step in format.present(self.home) if step > self.begun}
         self.attempt = number_of_first(secrets.randbits(32), self.mesh)
@@ -246,7 +266,7 @@ class Saver:
         self.stump = stump = self.home / f".{format.name(progress.step)}.{self.attempt:08x}.partial"
         arriving = None if counters is None else ArrivingNumbers(counters, sleeps=True)
         self.writing = self.threads.submit(self._write, stump, progress, arriving)
-        if self.mesh.rank == 0:
+        if self.joins:
             self.joining = self.threads.submit(self._join, stump, time.perf_counter())
         if self.in_place or not self.run.checkpoint.asynchronous:
             self.settle()
@@ -298,8 +318,8 @@ class Saver:
         return words or joined
 
     def _clear(self) -> None:
-        """Rank 0: remove what a save that failed has left. Before, others may be at work in there."""
-        if self.mesh.rank == 0 and self.stump is not None:
+        """The first: remove what a save that failed has left. Before, others may be at work in there."""
+        if self.joins and self.stump is not None:
             with suppress(OSError):
                 self.disk.remove(self.stump)
                 self.disk.remove(checks_of(self.stump))
@@ -356,12 +376,12 @@ class Saver:
 
     def _join(self, stump: Path, began: float) -> SaveRecord:
         """Rank 0: the whole, once all parts are there; when all are read again, what it makes superfluous goes."""
-        world, checks = self.mesh.world, checks_of(stump)
-        parts = collect(stump, world, self.abandoned, RankPart)
+        ranks, checks = self.ranks, checks_of(stump)
+        parts = collect(stump, ranks, self.abandoned, RankPart)
         whole = joined(parts, digest(self.run), msgspec.to_builtins(self.run.plan))
-        commit(self.disk, stump, whole, world)
+        commit(self.disk, stump, whole, len(ranks))
         record = recorded(whole, parts, time.perf_counter() - began)
-        damages = [each.damage for each in collect(checks, world, self.abandoned, RankCheck) if each.damage]
+        damages = [each.damage for each in collect(checks, ranks, self.abandoned, RankCheck) if each.damage]
         if damages:
             withdraw(self.disk, self.home, whole.progress.step)
             raise CorruptError([Damage(file=str(self.home / format.name(self.step)), text="; ".join(damages))])

@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from meshwright.runtime.place import DEFAULT_PORT, DIALECTS, Place, place
+from meshwright.runtime.place import DEFAULT_PORT, DIALECTS, MEMORY, Place, place
 from meshwright.spec.problem import mistake
 
 BEGAN = time.monotonic()  # when the user pressed Enter
@@ -80,6 +80,11 @@ def listen_on(interface: str) -> None:
     """Have Gloo's sockets listen on one interface, if there is one to name; what the user says comes first."""
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def memory() -> str:
+    """Where in host memory whoever started this rank keeps what it saves; "" where nobody does."""
+    return os.environ.get(MEMORY, "")
 
 
 def share_cores(processes: int) -> None:

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -32,14 +33,15 @@ from meshwright.launch.job import (
 )
 from meshwright.runtime import run_folder
 from meshwright.runtime.failure import Exit
-from meshwright.runtime.files import replace_file, writing
-from meshwright.runtime.place import DEFAULT_PORT
+from meshwright.runtime.files import replace_file, teller, writing
+from meshwright.runtime.place import DEFAULT_PORT, MEMORY
 from meshwright.search import budget
 from meshwright.spec.problem import InputError, Problem, mistake
 
 TARGETS = ("slurm", "torchrun", "kubernetes", "volcano", "skypilot", "mpi", "ray", "terraform")
 PODS = ("kubernetes", "volcano", "skypilot")  # which share nothing but a volume
 CLAIMED = ("kubernetes", "volcano")
+OWN_START = ("torchrun", *PODS)  # whose machines run `launch --node-rank`
 # Flags that are read for some targets, and would be ignored for the others.
 READ_FOR = {
     "partition": ("slurm",), "account": ("slurm",), "time": ("slurm",), "hosts": ("torchrun", "mpi"),
@@ -165,7 +167,7 @@ def _job(options: argparse.Namespace) -> LaunchJob:
     if loaded is None or found:
         raise InputError(found)
     run = budget.resolved(loaded)[0].run
-    if options.on != "terraform" and (problems := [*check.need_own_starter(run, f"--on {options.on}")]):
+    if problems := [*_starter_problems(options, run)]:
         raise InputError(problems)
     machines = _machines(options, run)
     most = machines.per_node if machines else options.ranks_per_node or run.plan.world
@@ -191,6 +193,12 @@ def _job(options: argparse.Namespace) -> LaunchJob:
     )
     require_names(job)
     return job
+
+
+def _starter_problems(options: argparse.Namespace, run: Run) -> Iterator[Problem]:
+    """What only ranks have that we start ourselves."""
+    if options.on != "terraform":
+        yield from check.need_own_starter(run, f"--on {options.on}", has_memory=options.on in OWN_START)
 
 
 def _ranks(options: argparse.Namespace, file: Path | None, overrides: list[str]) -> int:
@@ -260,8 +268,24 @@ def _start(options: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "meshwright", "train", *options.words, *folder]
     place = node.NodePlace(number, options.nodes, options.ranks_per_node, host, port)
     run = load.load(*words.split(options.words), ranks=options.nodes * options.ranks_per_node).run
-    code = node.start(command, place, env.of_ranks(), run.faults.grace_seconds)
+    code = _with_memory(command, place, run, options) if run.faults.memory_every else (
+        node.start(command, place, env.of_ranks(), run.faults.grace_seconds)
+    )  # fmt: skip
     return Exit.DONE if options.stop_is_done and code == Exit.INTERRUPTED else code
+
+
+def _with_memory(command: list[str], place: node.NodePlace, run: Run, options: argparse.Namespace) -> int:
+    """The same where ranks save to this machine's memory: they are started again, and resume from it."""
+    if options.folder is None:  # machines find each other there before ranks do
+        what = "faults.memory_every over several machines needs to know where the run lives"
+        raise mistake(what, "add --folder, which all machines see", "faults.memory_every")
+    say = teller(sys.stderr)
+    if run_folder.HOST_MEMORY.is_dir():
+        preflight.require_host_memory(run, run_folder.HOST_MEMORY, place.nodes)
+    with node.keeping(run, place, options.folder.absolute(), say) as memory:
+        restarts = node.NodeRestarts(run.faults.restarts, (options.folder, memory), say)
+        around = {**env.of_ranks(), MEMORY: str(memory)}
+        return node.start(command, place, around, run.faults.grace_seconds, restarts)
 
 
 def host_and_port(address: str) -> tuple[str, int]:

@@ -74,13 +74,17 @@ def require_room(run: Run, folder: Path, gpus: list[str]) -> None:
     if lack := lack_of_room(run, folder, Disk().free_bytes(folder)):
         raise mistake(lack, ROOM, "checkpoint")
     if run.faults.memory_every and run_folder.HOST_MEMORY.is_dir():
-        _require_host_memory(run, run_folder.HOST_MEMORY)
+        require_host_memory(run, run_folder.HOST_MEMORY)
 
 
-def _require_host_memory(run: Run, folder: Path) -> None:
-    """Refuse in-memory checkpoints that their file system cannot take: in a container it is small by default."""
+def require_host_memory(run: Run, folder: Path, nodes: int = 1) -> None:
+    """Refuse in-memory checkpoints that their file system cannot take: in a container it is small by default.
+
+    One replaces the other, so there are two; of several machines each has a part, and a copy of another's.
+    """
     run_folder.sweep(folder)  # what launchers have left that were killed
-    needed, free = 2 * run_folder.state_bytes(run), Disk().free_bytes(folder)  # one replaces the other
+    saves = 2 if nodes == 1 else 4
+    needed, free = saves * -(-run_folder.state_bytes(run) // nodes), Disk().free_bytes(folder)
     if needed > free:
         what = f"in-memory checkpoints need {needed:,} bytes in {folder}, and {free:,} are free"
         remedy = "make it larger (docker run --shm-size), or leave faults.memory_every out"

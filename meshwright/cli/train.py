@@ -194,7 +194,7 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
     """Be one rank of a job that torchrun, Slurm or MPI started; a sidecar of the first one here watches them all."""
     from meshwright.runtime import run_folder as folders
 
-    if problems := [*check.need_own_starter(run, here.launcher)]:
+    if problems := [*check.need_own_starter(run, here.launcher, has_memory=bool(env.memory()))]:
         raise InputError(problems)
     fresh = options.fresh and env.attempt() == 1  # a restart resumes what it was asked to start
     folder = options.folder or folders.find(run, fresh=fresh, extend=options.extend)
@@ -245,6 +245,7 @@ def _serve(run: Run, here: Place, folder: Path, options: argparse.Namespace) -> 
     beats = Path(tempfile.gettempdir()) / f"meshwright-{met.session}"  # the folder is rank 0's to claim
     run_folder.make_own(beats)
     about = {"place": met.place, "beats": str(beats), "speaks": here.rank == 0, "session": met.session}
+    about["memory"] = env.memory() if run.faults.memory_every else ""
     order = _order(folder, options, attempt=env.attempt(), **about)
     if here.address:
         env.listen_on(interface_towards(here.address, here.port, is_whole=len(met.ranks) == here.world))

@@ -818,11 +818,13 @@ def _compared(run: Run) -> Iterator[Problem]:
         yield Problem(f"objective = dpo is not offered with {name}", f"leave {name} out", name)
 
 
-def need_own_starter(run: Run, launcher: str) -> Iterator[Problem]:
-    """What a run asks for that no ranks have which somebody else starts."""
-    for key in (f"faults.{name}" for name in ("live", "memory_every") if getattr(run.faults, name)):
+def need_own_starter(run: Run, launcher: str, has_memory: bool = False) -> Iterator[Problem]:
+    """What a run asks for that no ranks have which somebody else starts; `has_memory`: our own start of one machine."""
+    is_asked = {"faults.live": run.faults.live, "faults.memory_every": run.faults.memory_every and not has_memory}
+    for key in (key for key in is_asked if is_asked[key]):
         what = f"{key} needs our own starter, which starts ranks again, and not {launcher}"
-        yield Problem(what, f"use `meshwright train` on one machine, or leave {key} out", key)
+        own = "`meshwright train` on one machine, or `meshwright launch --node-rank` on each of several"
+        yield Problem(what, f"use {own}, or leave {key} out", key)
 
 
 def compiles_doubles() -> bool:

@@ -9,11 +9,19 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
+from meshwright.config.run import Run
+from meshwright.config.weights import CHECKPOINTS, present
+from meshwright.runtime import meeting, run_folder
 from meshwright.runtime.failure import Exit
+from meshwright.runtime.neighbour import PartKeeper
 from meshwright.runtime.ranks import die_with_parent
+from meshwright.spec.problem import mistake
 
 LOOK_SECONDS = 0.05
 FALL_SECONDS = 60.0  # in which the others leave after one has failed: watchers and collectives tell them
@@ -44,15 +52,96 @@ class NodePlace:
         }
 
 
-def start(command: Sequence[str], place: NodePlace, environment: Mapping[str, str], grace_seconds: float) -> int:
+@dataclass
+class NodeRestarts:
+    """Whether this machine's ranks are started again: where its memory has what they saved, they lose less that way.
+
+    Of `homes`, one is on the disk and one in host memory. Only an attempt that left no newer checkpoint is charged.
+    """
+
+    limit: int
+    homes: Sequence[Path]
+    say: Callable[[str], None]
+    wasted: int = 0
+    starts: int = 1
+
+    def __post_init__(self) -> None:
+        self.saved = self.newest()
+
+    def newest(self) -> int:
+        return max((step for home in self.homes for step in present(home / CHECKPOINTS)), default=-1)
+
+    def after(self, code: int) -> bool:
+        """Whether they are, after such an end. Who missed another machine at a restart may meet it at the next."""
+        if code != Exit.RESUMABLE and not (code == Exit.INPUT and self.starts > 1):
+            return False
+        before, self.saved = self.saved, self.newest()
+        self.wasted = 0 if self.saved > before else self.wasted + 1
+        if self.wasted > self.limit:
+            return False
+        self.starts += 1
+        charged = f"; {self.wasted} of {self.limit} attempts brought no newer checkpoint" if self.wasted else ""
+        self.say(f"the ranks of this machine have ended with exit code {code}: starting them again{charged}")
+        return True
+
+    def meaning(self, code: int) -> int:
+        """What was right at the first start cannot be a mistake at a later one: a machine has not come back."""
+        return Exit.RESUMABLE if code == Exit.INPUT and self.starts > 1 else code
+
+
+@contextmanager
+def keeping(run: Run, place: NodePlace, folder: Path, say: Callable[[str], None]) -> Iterator[Path]:
+    """This machine's memory for what its ranks save, and whoever speaks of it with the machines beside it."""
+    run_folder.sweep(run_folder.HOST_MEMORY)
+    with run_folder.in_host_memory() as name:
+        if place.nodes == 1:
+            yield Path(name)
+            return
+        meeting.resolved(place.address, place.port, run.faults.meet_seconds)  # a pod's name may take a while
+        try:
+            keeper = PartKeeper(Path(name), folder, place.node, place.nodes, (place.address, place.port), say)
+        except OSError as error:
+            what = f"this machine cannot listen on its network towards {place.address}: {error.strerror or error}"
+            raise mistake(what, "set --master to a name of the first machine that all others reach") from None
+        keeper.start()
+        try:
+            yield Path(name)
+        finally:
+            keeper.close()
+
+
+def start(
+    command: Sequence[str],
+    place: NodePlace,
+    environment: Mapping[str, str],
+    grace_seconds: float,
+    restarts: NodeRestarts | None = None,
+) -> int:
     """Run the ranks of this machine to their end, pass signals on to them, and return the code that says most."""
-    ranks: list[subprocess.Popen[bytes]] = []
+    ranks, asked = list[subprocess.Popen[bytes]](), list[int]()
 
     def pass_on(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
         _signal(ranks, signal.Signals(number))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)
+    while True:
+        code = _attempt(command, place, environment, grace_seconds, ranks)
+        if restarts is None:
+            return code
+        if asked or not restarts.after(code):
+            return restarts.meaning(code)
+
+
+def _attempt(
+    command: Sequence[str],
+    place: NodePlace,
+    environment: Mapping[str, str],
+    grace_seconds: float,
+    ranks: list["subprocess.Popen[bytes]"],
+) -> int:
+    ranks.clear()
     try:
         for local_rank in range(place.ranks):
             own = {**environment, **place.environment(local_rank)}

@@ -6,6 +6,7 @@ from meshwright.launch.job import Launch, LaunchFile, LaunchJob
 from meshwright.runtime.place import DEFAULT_PORT
 
 # torchrun ends with 1 whatever a rank's code was, and would start ranks again that were asked to end.
+ALONE = "faults.memory_every needs `./node.sh NUMBER`, which starts the ranks itself; no script for torchrun is written"
 NOTE = "torchrun turns exit codes 10 and 11 into 1; `./node.sh NUMBER` starts the same ranks and passes them on"
 
 
@@ -17,12 +18,15 @@ def launch(job: LaunchJob) -> Launch:
     number, host = where(job)
     by_torchrun = f"{shlex.join(torchrun)} {number} --master-addr {host} --master-port {DEFAULT_PORT}"
     by_us = f"{shlex.join(job.node(str(job.file), python))} {number} --master {host}:{DEFAULT_PORT}"
-    files = (
-        LaunchFile(name="torchrun.sh", text=script(job, f"{by_torchrun} {shlex.join(train)}"), executable=True),
-        LaunchFile(name="node.sh", text=script(job, by_us), executable=True),
+    torchrun_file = LaunchFile(
+        name="torchrun.sh", text=script(job, f"{by_torchrun} {shlex.join(train)}"), executable=True
     )
+    files, note = [torchrun_file, LaunchFile(name="node.sh", text=script(job, by_us), executable=True)], NOTE
+    if job.run.faults.memory_every:  # torchrun starts all ranks again at once, or none
+        del files[0]
+        note = ALONE
     own = ("0",) if job.nodes > 1 else ()
-    return Launch(files=files, command=(str(job.out / "torchrun.sh"), *own), note=NOTE)
+    return Launch(files=tuple(files), command=(str(job.out / files[0].name), *own), note=note)
 
 
 def where(job: LaunchJob) -> tuple[str, str]:

@@ -138,9 +138,9 @@ class Nodes:
 
     def close(self) -> None:
         """Listen no more."""
-        self.socket.close()
-        if self.is_first:
+        if self.is_first:  # before the port is free: whoever takes it next has a key of its own
             (self.folder / KEY).unlink(missing_ok=True)
+        self.socket.close()
 
     def _word(
         self, state: Literal["here", "done", "failed"] = "here", said: str = "", lost: Lost | None = None

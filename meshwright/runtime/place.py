@@ -72,6 +72,7 @@ DEFAULT_PORT = 29_500  # where rank 0 listens if nobody says
 FIRST_PORT, PORTS = 20_000, 12_000  # of jobs that have a number: below those that systems give to whoever connects
 FIRST_SPECIAL_STEP = 4_294_967_290  # of Slurm: interactive steps, batch scripts and the like
 STORE = "MESHWRIGHT_STORE"  # set by our own launcher, beside torchrun's names
+MEMORY = "MESHWRIGHT_MEMORY"  # set by our own start of one machine of several: where in-memory checkpoints are
 THREADS = "OMP_NUM_THREADS"  # else a rank takes an equal share of the cores
 
 

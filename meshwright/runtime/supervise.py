@@ -4,6 +4,7 @@
 process beside the first rank of each machine that watches, says what it sees and clears the way for a restart.
 """
 
+import errno
 import os
 import select
 import shutil
@@ -359,6 +360,7 @@ LEAVE_SECONDS = 2.0  # for ranks whose heartbeat still runs to end their process
 STILL_SECONDS = 2.0  # without a move of any rank here: then a silent machine is missed, not merely unheard
 GONE_SECONDS = 5.0  # on a crowded machine, from a broken connection to the end of the process that held it
 CLOSE_SECONDS = 2 * (GONE_SECONDS + LOST_SECONDS + STILL_SECONDS)  # that a watcher may take to know why ranks ended
+TAKEN_SECONDS = 10.0  # in which the watcher of ranks that were started before leaves the port
 DONE = b"."  # what the rank beside it says at its end; nothing: it was killed
 
 
@@ -439,12 +441,19 @@ def _nodes(post: SidecarSpec) -> Nodes | None:
     in_turn = post.ranks == list(range(post.ranks[0], post.ranks[0] + len(post.ranks)))
     listed = "" if in_turn else f"ranks {', '.join(map(str, post.ranks))}"[:MOST_TEXT]
     node = Node(first=post.ranks[0], ranks=len(post.ranks), host=socket.gethostname()[:64], listed=listed)
-    try:
-        return Nodes(node, post.address, post.port, Path(post.folder))
-    except OSError as error:
-        what = f"warning: the loss of a machine will not be seen: cannot listen at {post.address}:{post.port} (UDP): "
-        print(what + str(error.strerror), file=sys.stderr, flush=True)
-        return None
+    deadline = time.monotonic() + TAKEN_SECONDS
+    while True:
+        try:
+            return Nodes(node, post.address, post.port, Path(post.folder))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
+                time.sleep(LOOK_SECONDS)
+                continue
+            what = (
+                f"warning: the loss of a machine will not be seen: cannot listen at {post.address}:{post.port} (UDP): "
+            )
+            print(what + str(error.strerror), file=sys.stderr, flush=True)
+            return None
 
 
 def _gone(looked: Sequence[RankStatus], post: SidecarSpec) -> RankStatus | None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from meshwright import __version__, checkpoint, data, optim
 from meshwright.checkpoint import read, remote
+from meshwright.checkpoint.in_parts import PartReader
 from meshwright.checkpoint.model_folder import AdaptedFolder, copy_texts, digest, open_folder, save_native, staged
 from meshwright.checkpoint.storage import CorruptError
 from meshwright.config.huggingface import TOKENIZER, read_config
@@ -184,7 +185,7 @@ def _run_rank(
         with explaining(run, mesh.device):
             state = build(own, corpus, mesh, folder)
             live = survivors.of(run, order, mesh, stop, state)
-            state.memory = Path(order.memory) if order.memory else None
+            state.memory, state.beside = memory_of(order)
             start.passed("build")
             if not order.start:
                 restore(state, run, mesh, folder, screen.say)
@@ -223,6 +224,13 @@ def _run_rank(
             state.loader.close() if live is None else live.close()
             state.optimizer.close()
             screen.close()
+
+
+def memory_of(order: RankSpec) -> tuple[Path | None, range | None]:
+    """Where this rank's in-memory checkpoints are; and which ranks they are of, where others are on other machines."""
+    place, first = order.place, order.place.rank - order.place.local_rank
+    beside = range(first, first + place.local_world) if order.memory and place.local_world < place.world else None
+    return Path(order.memory) if order.memory else None, beside
 
 
 def _train(
@@ -358,6 +366,7 @@ def phase_table() -> PhaseTable:
             _mark("start", meeting),
             _mark("start", read),
             _mark("start", remote.fetch),
+            _mark("start", PartReader.newest),
             _mark("end", remote.Mirror.finish),
             _mark("save", checkpoint),
         ),

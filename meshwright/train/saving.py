@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -19,6 +19,7 @@ from meshwright.checkpoint import format, remote, write
 from meshwright.checkpoint import read as restoring
 from meshwright.checkpoint.copies import Copies, Stall
 from meshwright.checkpoint.format import Manifest, Progress, slice_share, state_digest
+from meshwright.checkpoint.in_parts import PartReader, PartSaver
 from meshwright.checkpoint.state import TensorShard, writers
 from meshwright.checkpoint.storage import CorruptError, side_by_side
 from meshwright.checkpoint.write import Saver
@@ -184,7 +185,7 @@ def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Resto
     remote.fetch(run, home, mesh, say)
     earlier = run_folder.earlier(folder)
     held = holdings(state, run, mesh)
-    manifest, damage = from_memory(state.memory, home, run, mesh, held, say, earlier.keys())
+    manifest, damage = from_memory(state, home, run, mesh, held, say, earlier.keys())
     kept_in = "" if manifest is None else " in host memory"
     if manifest is None:
         manifest = restoring.newest(home, run, mesh, held, say, earlier=earlier.keys())
@@ -225,7 +226,7 @@ def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Resto
 
 
 def from_memory(
-    memory: Path | None,
+    state: State,
     home: Path,
     run: Run,
     mesh: Mesh,
@@ -234,9 +235,11 @@ def from_memory(
     earlier: Collection[str],
 ) -> tuple[Manifest | None, CorruptError | None]:
     """Fill what this rank holds from an in-memory checkpoint that is whole and newer than the disk's; or its damage."""
-    if memory is None:
+    if state.memory is None:
         return None, None
-    there = format.home(memory)
+    if state.beside is not None:
+        return PartReader(state.memory, state.beside, home.parent, run, mesh, say).newest(held, earlier)
+    there = format.home(state.memory)
     is_newer = max(format.present(there), default=-1) > max(format.present(home), default=-1)
     if not write.number_of_first(is_newer, mesh):
         return None, None
@@ -541,21 +544,32 @@ def saving(run: Run, state: State, mesh: Mesh, folder: Path | None) -> Iterator[
             return
         often = Checkpoint(every=run.faults.memory_every, keep_last=1, keep_best=False)
         as_asked = msgspec.structs.replace(run, checkpoint=often)
-        memory = stack.enter_context(saving_to(state.memory, as_asked, state, mesh, lambda record: None))
+        memory = stack.enter_context(
+            saving_to(state.memory, as_asked, state, mesh, lambda record: None, beside=state.beside)
+        )
         yield DiskAndMemorySave(disk, memory, run)
 
 
 @contextmanager
 def saving_to(
-    folder: Path, run: Run, state: State, mesh: Mesh, note: Callable[[SaveRecord], None]
+    folder: Path,
+    run: Run,
+    state: State,
+    mesh: Mesh,
+    note: Callable[[SaveRecord], None],
+    beside: range | None = None,
 ) -> Iterator["DueSave"]:
-    """What saves there when it is due; an unfinished save is finished or removed on the way out."""
+    """What saves there when it is due; an unfinished save is finished or removed on the way out.
+
+    `beside`: these ranks' part alone, as the folder is their machine's.
+    """
     note_base(state, run, mesh)
     held = holdings(state, run, mesh)
     # By whom states are moved that the device knows nothing of.
     is_offloaded = run.plan.optimizer_offload != "none" or run.plan.cpu_offload or run.plan.is_served
     in_place = lacks_room(held, mesh, state.say)
-    saver = Saver(
+    kind = Saver if beside is None else partial(PartSaver, beside=beside)
+    saver = kind(
         format.home(folder), run, mesh, held, state.say, in_place=in_place, begun=state.step, waits=is_offloaded,
         note=note,
     )  # fmt: skip

@@ -59,6 +59,7 @@ class State:
     saved: bool = True  # and what was done until then is on the disk
     live: "Survivors | None" = None  # the other replicas, where each can do without them
     memory: Path | None = None  # where in-memory checkpoints are, if there are any
+    beside: range | None = None  # this machine's ranks, where these are in parts, one on each machine
     say: Callable[[str], None] = to_stderr  # that a save has failed
     note: Callable[[SaveRecord], None] = lambda record: None  # that one is there; rank 0
 

@@ -126,4 +126,11 @@ def test_host_memory_that_is_too_small_is_refused_with_what_helps(tmp_path, monk
     run = load.load(None, ["arch.preset=tiny", "faults.memory_every=5"]).run
     monkeypatch.setattr(preflight.Disk, "free_bytes", lambda self, path: 1000)
     with pytest.raises(InputError, match="1,000 are free; make it larger"):
-        preflight._require_host_memory(run, tmp_path)
+        preflight.require_host_memory(run, tmp_path)
+    bytes_needed = folders.state_bytes(run)
+    monkeypatch.setattr(preflight.Disk, "free_bytes", lambda self, path: 2 * bytes_needed)
+    preflight.require_host_memory(run, tmp_path)
+    preflight.require_host_memory(run, tmp_path, nodes=2)  # half of it, a copy of another half, and two of each
+    monkeypatch.setattr(preflight.Disk, "free_bytes", lambda self, path: 2 * bytes_needed - 1)
+    with pytest.raises(InputError, match="in-memory checkpoints need"):
+        preflight.require_host_memory(run, tmp_path, nodes=2)

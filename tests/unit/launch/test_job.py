@@ -10,7 +10,7 @@ from meshwright.cli.launch import host_and_port
 from meshwright.cli.main import main
 from meshwright.hardware.cluster import cluster
 from meshwright.launch.job import LaunchJob, Target, file_system, folder_problems, layout, save_seconds
-from meshwright.launch.node import verdict
+from meshwright.launch.node import NodeRestarts, verdict
 from meshwright.launch.quoting import hcl, label, pod_word, quoted, yaml
 from meshwright.launch.slurm import gpus_of
 from meshwright.spec.plan import Plan
@@ -121,6 +121,10 @@ def test_every_remedy_of_a_layout_is_one():
         (["--cluster", "2x8xh100", "--nodes", "3"], "--nodes is for --node-rank, not for --on slurm"),
         (["--on", "mpi", "--node-rank", "0"], "--on cannot be combined with --node-rank"),
         (["--requeues", "0", "--node-rank", "0"], "--requeues cannot be combined with --node-rank"),
+        (
+            ["faults.memory_every=5", "--node-rank", "0", "--nodes", "2", "--ranks-per-node", "8", "--master", "a"],
+            "faults.memory_every over several machines needs to know where the run lives; add --folder",
+        ),
         (["--on", "mpi", "--partition", "a"], "--partition is for --on slurm, not for --on mpi"),
         (["--on", "mpi", "--cpus", "4"], "--cpus is for --on slurm"),
         (["--on", "torchrun", "--requeues", "50"], "--requeues is for --on slurm"),
@@ -170,6 +174,27 @@ def test_of_several_codes_the_one_that_says_most():
     assert verdict([11, 1]) == 1
     assert verdict([10, 130]) == 130
     assert verdict([0, 77]) == 1
+
+
+def test_ranks_are_started_again_while_that_brings_newer_checkpoints(tmp_path):
+    said, memory, disk = [], tmp_path / "memory", tmp_path / "disk"
+    restarts = NodeRestarts(2, (disk, memory), said.append)
+    assert not any(restarts.after(code) for code in (0, 1, 2, 10, 14, 130))  # at the first start exit 2 is a mistake
+    assert [restarts.after(11), restarts.after(11)] == [True, True]
+    (memory / "checkpoints" / "step-4").mkdir(parents=True)
+    assert restarts.after(11)
+    assert restarts.wasted == 0
+    # A machine that does not come back is no mistake of whoever waits for it.
+    assert [restarts.after(2), restarts.after(2), restarts.after(2)] == [True, True, False]
+    assert restarts.meaning(2) == 11
+    assert "exit code 2: starting them again; 2 of 2 attempts brought no newer checkpoint" in said[-1]
+
+
+def test_torchrun_cannot_keep_memory_so_only_our_own_start_is_written(capsys, tmp_path):
+    words = [*WORDS, "faults.memory_every=5", "--cluster", "2x8xh100", "--shared", "--out", str(tmp_path)]
+    assert main(["launch", *words, "--on", "torchrun", "--folder", str(tmp_path / "run")]) == 0
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["node.sh", "run.toml"]
+    assert "start it by: " + str(tmp_path / "node.sh") in capsys.readouterr().out
 
 
 def test_strings_are_strings_in_every_language():

@@ -4,6 +4,7 @@ import os
 import random
 import socket
 import stat
+import threading
 import time
 
 import pytest
@@ -208,6 +209,19 @@ def test_an_address_that_is_not_ours_is_told_and_the_watch_goes_on(tmp_path, cap
     )
     assert supervise._nodes(post) is None
     assert "the loss of a machine will not be seen" in capfd.readouterr().err
+
+
+def test_a_port_that_the_watcher_before_has_not_left_yet_is_waited_for(tmp_path, capfd):
+    port = free_port()
+    post = supervise.SidecarSpec(
+        beats=str(tmp_path), folder=str(tmp_path), ranks=[0], world=2, hang_seconds=5.0, address="127.0.0.1", port=port
+    )
+    before = Nodes(A, "127.0.0.1", port, tmp_path)
+    threading.Timer(0.3, before.close).start()
+    found = supervise._nodes(post)
+    assert found is not None
+    found.close()
+    assert not capfd.readouterr().err
 
 
 def test_a_watcher_ends_with_the_rank_beside_it_and_says_how(tmp_path):

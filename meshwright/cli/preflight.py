@@ -48,6 +48,15 @@ def problems(run: Run, gpus: list[str], is_asked: bool) -> Iterator[Problem]:
             yield Problem(what, f"run: pip install {name}, or leave it out of log.writers", "log.writers")
 
 
+def spare_problems(run: Run, gpus: int) -> Iterator[Problem]:
+    """On one machine spares need GPUs of their own, where it has any: one that shares a replica's is lost with it."""
+    plan, spares = run.plan, run.faults.spares
+    needed = plan.world + spares * (plan.world // plan.replicate)
+    if spares and needed > gpus > 0:
+        what = f"{plan.world} ranks and faults.spares = {spares} need {needed} GPUs, and this machine has {gpus}"
+        yield Problem(what, "set a smaller plan.replicate, or leave faults.spares out", "faults.spares")
+
+
 def device_problems(run: Run, gpus: list[str]) -> Iterator[Problem]:
     """Where goal.cluster names other machines, a plan made for them is not started on this one by mistake."""
     if not run.goal.cluster:

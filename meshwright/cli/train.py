@@ -132,6 +132,8 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     if changed or not (folder / folders.SUMMARY).exists():  # what has finished is only shown
         from meshwright.cli import preflight
 
+        if problems := [*preflight.spare_problems(run, len(env.gpu_names()))]:
+            raise InputError(problems)
         preflight.require_room(run, folder, env.gpu_names())
         preflight.require_remote(run, folder, options.fresh)
     claim = folders.Claim(folder, run, fresh=options.fresh, extend=options.extend)

@@ -36,7 +36,8 @@ NATURAL = (
     "seed", "eval.every", "checkpoint.every", "checkpoint.keep_every", "eval.sample_tokens", "optim.warmup",
     "eval.prompts_every", "eval.command_every",
     "optim.sync_warmup", "optim.freeze_step", "faults.restarts", "faults.not_finite", "faults.compare_every",
-    "faults.check_matmuls_every", "faults.memory_every", "arch.experts", "arch.shared_experts", "plan.powersgd",
+    "faults.check_matmuls_every", "faults.memory_every", "faults.spares", "arch.experts", "arch.shared_experts",
+    "plan.powersgd",
     *(f"arch.{name}" for name in ("window", "full_every", "no_rope_every", "dense_layers", "mtp_layers")),
     *(f"arch.{name}" for name in ("kv_rank", "q_rank", "rope_dim", "v_dim")),
 )  # fmt: skip
@@ -742,6 +743,11 @@ def _data(run: Run) -> Iterator[Problem]:
 def _live(run: Run) -> Iterator[Problem]:
     """Replicas that can do without each other must be alike, whole, and add up plain gradients in every step."""
     plan = run.plan
+    if run.faults.spares and not run.faults.live:
+        what = (
+            f"faults.spares = {run.faults.spares} take the place of replicas that are lost, which faults.live lets go"
+        )
+        yield Problem(what, "set faults.live = true, or leave faults.spares out", "faults.spares")
     if not run.faults.live:
         return
     if plan.replicate == 1:
@@ -752,8 +758,9 @@ def _live(run: Run) -> Iterator[Problem]:
     if run.faults.memory_every:
         what = "faults.memory_every is for ranks that all start again, and with faults.live replicas have the state"
         yield Problem(what, "leave one of them out", "faults.memory_every")
-    if plan.world > MOST_LIVE_RANKS:
-        what = f"faults.live is for up to {MOST_LIVE_RANKS} ranks, and the plan has {plan.world}"
+    ranks = plan.world + run.faults.spares * (plan.world // plan.replicate)
+    if ranks > MOST_LIVE_RANKS:
+        what = f"faults.live is for up to {MOST_LIVE_RANKS} ranks, spares among them, and there are {ranks}"
         yield Problem(what, "use fewer, or leave faults.live out", "faults.live")
     refused = {
         "plan.outer_fragments": (plan.outer_fragments > 1, "syncs parts of the model at different steps"),
@@ -774,6 +781,9 @@ def _live(run: Run) -> Iterator[Problem]:
             yield Problem(
                 f"faults.live cannot be combined with {key}, which {why}", "leave one of them out", key.split()[0]
             )
+    if run.faults.spares and plan.has_outer_loop:
+        what = "faults.spares take the part of a lost replica in every step, and plan.sync_every lets replicas part"
+        yield Problem(what, "leave one of them out", "faults.spares")
     if plan.ep > 1 and not plan.zero:
         what = f"faults.live needs every replica to be whole, and plan.ep = {plan.ep} shares experts among replicas"
         yield Problem(what, "set plan.zero = 1 or more with plan.shard, or leave faults.live out", "plan.ep")
@@ -820,7 +830,8 @@ def _compared(run: Run) -> Iterator[Problem]:
 
 def need_own_starter(run: Run, launcher: str, has_memory: bool = False) -> Iterator[Problem]:
     """What a run asks for that no ranks have which somebody else starts; `has_memory`: our own start of one machine."""
-    is_asked = {"faults.live": run.faults.live, "faults.memory_every": run.faults.memory_every and not has_memory}
+    is_asked = {"faults.live": run.faults.live, "faults.spares": run.faults.spares}
+    is_asked["faults.memory_every"] = run.faults.memory_every and not has_memory
     for key in (key for key in is_asked if is_asked[key]):
         what = f"{key} needs our own starter, which starts ranks again, and not {launcher}"
         own = "`meshwright train` on one machine, or `meshwright launch --node-rank` on each of several"

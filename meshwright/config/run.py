@@ -26,6 +26,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     compare_every: int = 100  # steps between comparisons of the replicas' weights; 0: never
     check_matmuls_every: int = 0  # steps between checks of one linear layer's matmuls by checksum; 0: never
     live: bool = False  # replicas go on without one that is lost, which comes back with the state of a peer
+    spares: int = 0  # replicas more, that wait until one is lost or named as faulty, and take its place
     memory_every: int = 0  # steps between in-memory checkpoints, which restarted ranks resume from; 0: none
 
 

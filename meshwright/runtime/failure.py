@@ -101,6 +101,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     good_until: int | None = None  # the last step whose state is beyond doubt; checkpoints after it are set aside
     stack: tuple[str, ...] = ()
+    suspects: tuple[int, ...] = ()  # replicas whose devices may be at fault
     deviated: bool = False  # its last collectives were not those of the step before
     at: float = 0.0  # wall clock; of several the earliest is the cause, the others are its victims
 

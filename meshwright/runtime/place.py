@@ -207,6 +207,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     session: str  # of which launcher
     place: Place = ALONE
     beats: str = ""  # where hearts are watched
+    shared: str = ""  # where replicas meet that can do without each other, of all machines
     log: str = ""  # where this rank's own words go
     speaks: bool = False  # its standard output is where people read
     attempt: int = 1  # counts from 1 in a session

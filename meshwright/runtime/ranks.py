@@ -66,11 +66,11 @@ class ForkServer:
         self.log = log
         self.closed = False
 
-    def start(self, orders: Sequence[RankSpec]) -> list[int]:
-        """Fork a rank for each order; their process numbers."""
+    def start(self, orders: Sequence[RankSpec]) -> dict[int, int]:
+        """Fork a rank for each order; their process numbers, by rank."""
         for order in orders:
             self._tell(msgspec.json.encode(order))
-        return [self._answer(order.place.rank) for order in orders]
+        return {order.place.rank: self._answer(order.place.rank) for order in orders}
 
     def rest(self) -> None:
         """The ranks are at work: fetch what a restart will want."""
@@ -116,43 +116,44 @@ class ForkServer:
 
 
 class Ranks:
-    """The processes of one attempt."""
+    """The processes of one attempt on this machine, by rank."""
 
-    def __init__(self, pids: Sequence[int]) -> None:
-        self.pids = list(pids)
-        self.codes: list[int | None] = [None] * len(pids)
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        self.pids = dict(pids)
+        self.codes: dict[int, int | None] = dict.fromkeys(pids)
 
-    def poll(self) -> list[int | None]:
+    def poll(self) -> dict[int, int | None]:
         """Exit codes so far; None: still running; below zero: ended by that signal."""
-        for rank, pid in enumerate(self.pids):
+        for rank, pid in self.pids.items():
             if self.codes[rank] is None:
                 found, status = os.waitpid(pid, os.WNOHANG)
                 if found:
                     self.codes[rank] = os.waitstatus_to_exitcode(status)
         return self.codes
 
-    def kill(self, ranks: Sequence[int]) -> None:
-        """End some ranks, now."""
+    def remove(self, ranks: Sequence[int]) -> None:
+        """End some ranks, now, and forget them."""
         for rank in ranks:
             if self.poll()[rank] is None:
                 os.kill(self.pids[rank], signal.SIGKILL)
-                self.codes[rank] = os.waitstatus_to_exitcode(os.waitpid(self.pids[rank], 0)[1])
+                os.waitpid(self.pids[rank], 0)
+            del self.pids[rank], self.codes[rank]
 
-    def replace(self, ranks: Sequence[int], start: Callable[[], list[int]]) -> None:
-        """Have others started in the place of some ranks that have ended."""
-        for rank, pid in zip(ranks, start(), strict=True):
-            self.pids[rank], self.codes[rank] = pid, None
+    def add(self, pids: Mapping[int, int]) -> None:
+        """Others were started, some of them in the place of those that were removed."""
+        self.pids |= pids
+        self.codes |= dict.fromkeys(pids)
 
     def signal(self, number: signal.Signals) -> None:
         """To every rank that is still there."""
-        for pid, code in zip(self.pids, self.poll(), strict=True):
+        for rank, code in self.poll().items():
             if code is None:
-                os.kill(pid, number)
+                os.kill(self.pids[rank], number)
 
     def end(self) -> None:
         """Now. A checkpoint that was being written is dropped; the one before it stands."""
         self.signal(signal.SIGKILL)
-        for rank, pid in enumerate(self.pids):
+        for rank, pid in self.pids.items():
             if self.codes[rank] is None:
                 self.codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 

@@ -25,7 +25,7 @@ from meshwright.config.run import Run
 from meshwright.config.weights import CHECKPOINTS, present, step_name
 from meshwright.runtime import failure, heartbeat, run_folder
 from meshwright.runtime.failure import RESTARTABLE, Exit, Failure, is_broken
-from meshwright.runtime.generations import Roster
+from meshwright.runtime.generations import Roster, replica_ranks
 from meshwright.runtime.heartbeat import Hang, HangDetector, HeartbeatReader, RankStatus, crossed
 from meshwright.runtime.nodes import LOST_SECONDS, MOST_TEXT, Lost, Node, Nodes
 from meshwright.runtime.place import Place, RankSpec, local
@@ -68,15 +68,20 @@ class Supervisor:
     number: int = 0
     asked: StopRequest = field(default_factory=StopRequest)
     judge: HangDetector = field(init=False)
+    here: list[int] = field(init=False)  # ranks of this machine, of spares too
+    condemned: set[int] = field(default_factory=set)  # replicas whose devices were found to be faulty
 
     def __post_init__(self) -> None:
-        self.judge = HangDetector(self.run.faults.hang_seconds, self.run.plan.world)
+        plan = self.run.plan
+        replicas = replica_ranks(plan, self.run.faults.spares)
+        self.here = sorted(rank for ranks in replicas for rank in ranks)
+        self.judge = HangDetector(self.run.faults.hang_seconds, plan.world)
         run_folder.sweep()
         run_folder.sweep(run_folder.HOST_MEMORY)
         # Outside the ranks, so that it is there when they are gone.
         self.memory = run_folder.in_host_memory() if self.run.faults.memory_every else None
         self.saved = self.newest_step()
-        self.spare = self.fork_server()
+        self.server = self.fork_server()
 
     def supervise(self, asked: StopRequest) -> Failure | None:
         """Until the run is done (None), or cannot continue."""
@@ -88,32 +93,69 @@ class Supervisor:
                 return failure.of_fork_server(str(error), self.folder)
             if verdict is None:
                 return None
-            if verdict.kind not in ("input", "stopped"):
-                failure.keep_end(verdict, self.folder, f"{self.order.session}-{self.number}")
-            if verdict.kind == "input" and self.number > 1:  # it was there when the run began
-                verdict = msgspec.structs.replace(verdict, kind="data", code=Exit.RESUMABLE)
-            if verdict.good_until is not None:
-                for home in self.homes():
-                    set_aside(home, verdict.good_until)
-            if verdict.kind not in RESTARTABLE or self.asked.stop:
+            verdict = self._noted(verdict)
+            if self.asked.stop:
                 return verdict
-            before, self.saved = self.saved, self.newest_step()
-            # Only an attempt that left no newer checkpoint is charged.
-            self.wasted = 0 if self.saved > before else self.wasted + 1
-            if self.wasted > self.run.faults.restarts:
+            if (replaced := self._condemn(verdict)) is not None:
+                self.saved = self.newest_step()
+                remedy = f"nothing: restarting {self._from()}; a spare takes the place of replica {replaced}"
+                remedy += ", which is not started again: take its device out when you can"
+            elif verdict.kind not in RESTARTABLE:
+                return verdict
+            elif self._is_futile():
                 remedy = (
                     f"{self.run.faults.restarts} restarts in a row brought no newer checkpoint (faults.restarts): "
                     "find the cause, then run the same command again to resume"
                 )
                 return msgspec.structs.replace(verdict, remedy=remedy)
-            at = f"from step {self.saved}" if self.saved >= 0 else "from the beginning"
-            charged = f"; {self.wasted} of {self.run.faults.restarts} attempts brought no newer checkpoint"
-            remedy = f"nothing: restarting {at}{charged if self.wasted else ''}"
+            else:
+                charged = f"; {self.wasted} of {self.run.faults.restarts} attempts brought no newer checkpoint"
+                remedy = f"nothing: restarting {self._from()}{charged if self.wasted else ''}"
             self.say(str(msgspec.structs.replace(verdict, remedy=remedy)))
+
+    def _noted(self, verdict: Failure) -> Failure:
+        """Keep what ended an attempt, and set aside what it puts in doubt."""
+        if verdict.kind not in ("input", "stopped"):
+            failure.keep_end(verdict, self.folder, self.attempt_name)
+        if verdict.good_until is not None:
+            for home in self.homes():
+                set_aside(home, verdict.good_until)
+        if verdict.kind == "input" and self.number > 1:  # it was there when the run began
+            return msgspec.structs.replace(verdict, kind="data", code=Exit.RESUMABLE)
+        return verdict
+
+    def _is_futile(self) -> bool:
+        """Whether too many attempts in a row left no newer checkpoint; only those are charged."""
+        before, self.saved = self.saved, self.newest_step()
+        self.wasted = 0 if self.saved > before else self.wasted + 1
+        return self.wasted > self.run.faults.restarts
+
+    def _from(self) -> str:
+        return f"from step {self.saved}" if self.saved >= 0 else "from the beginning"
+
+    def _condemn(self, verdict: Failure) -> int | None:
+        """The replica that was found to compute wrong numbers, where a spare is left for it; it is not started again.
+
+        What it computed has reached the others, so they go back to what was saved before.
+        """
+        replicas = replica_ranks(self.run.plan, self.run.faults.spares)
+        suspects = verdict.suspects
+        if verdict.kind == "matmul" and verdict.rank is not None:  # told by the rank itself
+            suspects = tuple(number for number, ranks in enumerate(replicas) if verdict.rank in ranks)
+        left = len(replicas) - len(self.condemned) - self.run.plan.replicate
+        if verdict.code != Exit.HARDWARE or len(suspects) != 1 or left < 1:
+            return None
+        self.condemned.add(suspects[0])
+        return suspects[0]
+
+    @property
+    def attempt_name(self) -> str:
+        """Of this launcher."""
+        return f"{failure.this_session()}-{self.number}"
 
     def close(self) -> None:
         """Leave no process behind, and no copy of the state in host memory."""
-        self.spare.close()
+        self.server.close()
         if self.memory is not None:
             self.memory.cleanup()
 
@@ -127,53 +169,60 @@ class Supervisor:
 
     def _attempt(self) -> Failure | None:
         self.number += 1
-        for file in self.folder.glob("failure.rank*.json"):
-            file.unlink()
-        with tempfile.TemporaryDirectory(prefix=run_folder.prefix()) as meeting:
-            roster = Roster(Path(meeting), self.run.plan) if self.run.faults.live else None
-            ranks = Ranks(self.fork_server_now().start(self.orders(Path(meeting))))
-            pulse = HeartbeatReader(Path(meeting), list(range(self.run.plan.world)))
+        for rank in self.here:
+            (self.folder / f"failure.rank{rank}.json").unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(prefix=run_folder.prefix()) as name:
+            meeting, ranks = Path(name), Ranks({})
+            pulse = HeartbeatReader(meeting, self.here)
             try:
-                return Watch(ranks, pulse, self, roster).until_end()
+                return self._watch(ranks, pulse).until_end()
             finally:
                 ranks.end()
                 pulse.close()
                 self.judge.forget()
 
-    def fork_server_now(self) -> ForkServer:
-        """The one there is, or another where it was lost."""
-        if not self.spare.is_alive():
-            self.spare.close()
-            self.spare = self.fork_server()
-        return self.spare
+    def _watch(self, ranks: Ranks, pulse: HeartbeatReader) -> "Watch":
+        """Start the ranks; who looks after them."""
+        if self.run.faults.live:
+            roster = Roster(pulse.folder, self.run.plan, self.run.faults.spares, self.condemned)
+            roster.begin()
+            watch = LiveWatch(ranks, pulse, self, roster)
+        else:
+            ranks.add(self.start(self.here, pulse.folder))
+            return Watch(ranks, pulse, self)
+        watch.start(roster.here)
+        return watch
 
-    def orders(self, meeting: Path, start: int = 0) -> list[RankSpec]:
-        """What each rank is told; `start`: how often its replica was started before, while the others trained."""
-        world = self.run.plan.world
-        logs = self.folder / "logs"
+    def start(self, ranks: Sequence[int], meeting: Path, start: int = 0) -> dict[int, int]:
+        """Have ranks forked; `start`: how often their replica was started before, while the others trained."""
+        if not self.server.is_alive():
+            self.server.close()
+            self.server = self.fork_server()
+        return self.server.start([self.order_of(rank, meeting, start) for rank in ranks])
+
+    def order_of(self, rank: int, meeting: Path, start: int) -> RankSpec:
+        """What a rank is told."""
+        logs, beside = self.folder / "logs", {"local_rank": self.here.index(rank), "local_world": len(self.here)}
         logs.mkdir(exist_ok=True)
-        return [
-            msgspec.structs.replace(
-                self.order,
-                place=local(rank, world, meeting / "store", self.order.place.threads),
-                beats=str(meeting),
-                log=str(logs / f"rank{rank}.txt"),
-                speaks=rank == 0,
-                attempt=self.number,
-                inject=self.order.inject if self.number == 1 and not start else "",
-                start=start,
-                memory="" if self.memory is None else self.memory.name,
-            )
-            for rank in range(world)
-        ]
+        place = local(rank, self.run.plan.world, meeting / "store", self.order.place.threads)
+        return msgspec.structs.replace(
+            self.order,
+            place=msgspec.structs.replace(place, **beside),
+            beats=str(meeting),
+            shared=str(meeting),
+            log=str(logs / f"rank{rank}.txt"),
+            speaks=rank == 0,
+            attempt=self.number,
+            inject=self.order.inject if self.number == 1 and not start else "",
+            start=start,
+            memory="" if self.memory is None else self.memory.name,
+        )
 
 
 class Watch:
     """One attempt, looked at twenty times a second."""
 
-    def __init__(
-        self, ranks: Ranks, pulse: HeartbeatReader, supervisor: Supervisor, roster: Roster | None = None
-    ) -> None:
+    def __init__(self, ranks: Ranks, pulse: HeartbeatReader, supervisor: Supervisor) -> None:
         self.ranks = ranks
         self.pulse = pulse
         self.supervisor = supervisor
@@ -181,86 +230,51 @@ class Watch:
         self.seen: Mapping[int, RankStatus] = {}
         self.stopping_since = 0.0  # when the ranks were asked to save and end
         self.rested = False
-        self.roster = roster  # where replicas can do without each other
-        self.begun: set[int] = set()  # replicas that train, or have ended by themselves
-        self.last: Failure | None = None  # that was survived
 
     def until_end(self) -> Failure | None:
         """Until all ranks have ended, or one has failed."""
         while True:
             codes = self.ranks.poll()
-            if any(code not in (None, *ENDED) for code in codes):
+            if any(code not in (None, *ENDED) for code in codes.values()):
                 verdict = self._failure()
-                gone = {rank for rank, code in enumerate(self.ranks.poll()) if code not in (None, *ENDED)}
+                gone = {rank for rank, code in self.ranks.poll().items() if code not in (None, *ENDED)}
                 if (verdict := self._survived(verdict, gone)) is not None:
                     return verdict
                 continue
-            if all(code is not None for code in codes) or self._have_ended(codes):
-                return self._stopped() if Exit.PREEMPTED in codes else self._unfinished()
+            if self._have_ended(codes):
+                return self._ended(codes)
             if (verdict := self._look() or self._heed()) is not None:
                 return verdict
             time.sleep(LOOK_SECONDS)
 
-    def _have_ended(self, codes: Sequence[int | None]) -> bool:
-        """Whether all replicas that trained have ended by themselves; one that came too late is not waited for."""
-        if self.roster is None:
-            return False
-        ended = {each for each in self.begun if all(codes[rank] is not None for rank in self.roster.ranks[each])}
-        for replica in ended & self.roster.members:
-            self.roster.leave(replica)
-        return bool(ended) and ended == self.begun
-
-    def _unfinished(self) -> Failure | None:
-        """None; or what took the replica that was to leave the model, though all others are done."""
-        is_finished = self.roster is None or (self.folder / run_folder.SUMMARY).exists()
-        return None if is_finished else self.last
+    def _is_done(self) -> bool:
+        """Whether all that a run leaves is there; its last command may still run."""
+        return (self.folder / run_folder.SUMMARY).exists()
 
     def _survived(self, verdict: Failure, gone: set[int]) -> Failure | None:
-        """Let the others go on, and start the replicas again that lost ranks; the verdict where that does not help."""
-        roster, supervisor = self.roster, self.supervisor
-        if roster is None or verdict.kind not in RESTARTABLE:
-            return verdict
-        lost = {roster.replica_of[rank] for rank in gone}
-        tired = [each for each in lost if roster.fruitless[each] > supervisor.run.faults.restarts]
-        if not (roster.members & self.begun) - lost or tired:
-            return verdict
-        ranks = [rank for replica in sorted(lost) for rank in roster.ranks[replica]]
-        self.ranks.kill(ranks)
-        for rank in ranks:  # now that no victim can leave another
-            (self.folder / f"failure.rank{rank}.json").unlink(missing_ok=True)
-        roster.lose(lost, lost & self.begun)
-        self.begun -= lost
-        self.seen = {rank: one for rank, one in self.seen.items() if rank not in ranks}
-        failure.keep_end(verdict, self.folder, f"{supervisor.order.session}-{supervisor.number}.{roster.number}")
-        self.last = verdict
-        which = ", ".join(map(str, sorted(lost)))
-        remedy = f"nothing: the others go on, and replica {which} is started again"
-        supervisor.say(str(msgspec.structs.replace(verdict, remedy=remedy)))
-        self.ranks.replace(ranks, lambda: self._start_again(lost))
-        return None
+        """The verdict, unless others can do without these ranks."""
+        return verdict
 
-    def _start_again(self, replicas: set[int]) -> list[int]:
-        assert self.roster is not None
-        pids = list[int]()
-        for replica in sorted(replicas):
-            orders = self.supervisor.orders(self.pulse.folder, self.roster.starts[replica])
-            pids += self.supervisor.fork_server_now().start([orders[rank] for rank in self.roster.ranks[replica]])
-        return pids
+    def _have_ended(self, codes: Mapping[int, int | None]) -> bool:
+        return None not in codes.values()
 
-    def _admit(self, seen: Sequence[RankStatus]) -> None:
-        """Let replicas in that are ready, and know those that train."""
-        if self.roster is None:
-            return
-        self.roster.look(time.monotonic())
-        training = {one.rank for one in seen if one.beat.restored >= 0}
-        self.begun |= {each for each in self.roster.members if training >= set(self.roster.ranks[each])}
+    def _ended(self, codes: Mapping[int, int | None]) -> Failure | None:
+        """None; or what is missing though all ranks have ended by themselves."""
+        return self._stopped() if Exit.PREEMPTED in codes.values() else None
+
+    def _reports(self) -> list[Failure]:
+        """The failure reports of ranks of this machine."""
+        return [report for report in failure.read(self.folder) if report.rank in self.supervisor.here]
 
     def _look(self) -> Failure | None:
-        seen = [one for one in self.pulse.look() if self.roster is None or one.state != "Z"]
-        self._admit(seen)
-        self.seen = {**(self.seen if self.roster else {}), **{one.rank: one for one in seen}}
+        seen = self.pulse.look()
+        self.seen = {one.rank: one for one in seen}
+        return self._judge(seen)
+
+    def _judge(self, seen: list[RankStatus]) -> Failure | None:
+        """Whether somebody hangs."""
         if not self.rested and seen and min(one.beat.steps_here for one in seen) > 1:
-            self.supervisor.spare.rest()
+            self.supervisor.server.rest()
             self.rested = True
         hang = self.supervisor.judge.look(seen, time.monotonic())
         if hang is None or not heartbeat.confirmed(self.pulse, seen, hang.ranks):
@@ -268,23 +282,23 @@ class Watch:
         return self._survived(self._hang(hang, heartbeat.capture(self.pulse, seen)), set(hang.ranks))
 
     def _hang(self, hang: Hang, words: Mapping[int, str]) -> Failure:
-        attempt = f"{self.supervisor.order.session}-{self.supervisor.number}"
-        return report_hang(hang, self.seen, words, self.pulse, self.folder / "faults" / f"hang-{attempt}")
+        details = self.folder / "faults" / f"hang-{self.supervisor.attempt_name}"
+        return report_hang(hang, self.seen, words, self.pulse, details)
 
     def _failure(self) -> Failure:
         """The first rank that failed. One killed from outside leaves no words, and is nobody's victim."""
-        ended = {rank: code for rank, code in enumerate(self.ranks.poll()) if code}
+        ended = {rank: code for rank, code in self.ranks.poll().items() if code}
         if min(ended.values()) > 0:  # a process with much to give back ends after its victims have heard of it
             time.sleep(FALL_SECONDS)
-            ended = {rank: code for rank, code in enumerate(self.ranks.poll()) if code}
+            ended = {rank: code for rank, code in self.ranks.poll().items() if code}
         killed = [rank for rank, code in ended.items() if code < 0]
         if killed and failure.is_mismatch(killed[0], self.folder):
             return self._mismatch(killed)
         if killed:
             return failure.of_exit(killed[0], ended[killed[0]], self.seen.get(killed[0]), self.folder)
-        if reports := failure.read(self.folder):
+        if reports := self._reports():
             return min(reports, key=lambda report: report.at)
-        rank, code = next((rank, code) for rank, code in enumerate(self.ranks.poll()) if code)
+        rank, code = next((rank, code) for rank, code in self.ranks.poll().items() if code)
         return failure.of_exit(rank, code, self.seen.get(rank), self.folder)
 
     def _mismatch(self, killed: list[int]) -> Failure:
@@ -293,9 +307,9 @@ class Watch:
         Each survivor knows whether its own collectives were those of its last step. If all were, it was the dead one.
         """
         deadline = time.monotonic() + WORDS_SECONDS
-        while None in self.ranks.poll() and time.monotonic() < deadline:
+        while None in self.ranks.poll().values() and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
-        reports = {report.rank: report for report in failure.read(self.folder) if report.rank is not None}
+        reports = {report.rank: report for report in self._reports() if report.rank is not None}
         ranks = tuple(sorted(rank for rank, report in reports.items() if report.deviated)) or tuple(killed)
         if not reports:
             ranks, _ = crossed(list(self.seen.values()))
@@ -332,6 +346,70 @@ class Watch:
             details=str(self.folder),
             step=step,
         )
+
+
+class LiveWatch(Watch):
+    """An attempt whose replicas can do without each other."""
+
+    def __init__(self, ranks: Ranks, pulse: HeartbeatReader, supervisor: Supervisor, roster: Roster) -> None:
+        super().__init__(ranks, pulse, supervisor)
+        self.roster = roster
+        self.begun: set[int] = set()  # replicas of this machine that train, or have ended by themselves
+        self.last: Failure | None = None  # that was survived
+
+    def start(self, replicas: set[int]) -> None:
+        """Have the ranks of replicas forked, for the first time or again."""
+        for replica in sorted(replicas):
+            started = self.supervisor.start(self.roster.ranks[replica], self.pulse.folder, self.roster.starts[replica])
+            self.ranks.add(started)
+
+    def _have_ended(self, codes: Mapping[int, int | None]) -> bool:
+        """Whether all replicas that trained have ended by themselves; one that came too late is not waited for."""
+        ended = {each for each in self.begun if all(codes[rank] is not None for rank in self.roster.ranks[each])}
+        for replica in ended & self.roster.members:
+            self.roster.leave(replica)
+        return super()._have_ended(codes) or (bool(ended) and ended == self.begun)
+
+    def _ended(self, codes: Mapping[int, int | None]) -> Failure | None:
+        """None; or what took the replica that was to leave the model, though all others are done."""
+        if Exit.PREEMPTED in codes.values() or self._is_done():
+            return super()._ended(codes)
+        return self.last
+
+    def _survived(self, verdict: Failure, gone: set[int]) -> Failure | None:
+        """Let the others go on, and start the replicas again that lost ranks; the verdict where that does not help."""
+        roster, supervisor = self.roster, self.supervisor
+        lost = {roster.replica_of[rank] for rank in gone}
+        tired = [each for each in lost if roster.fruitless[each] > supervisor.run.faults.restarts]
+        others = (roster.members & self.begun) - lost or roster.train_elsewhere()
+        if verdict.kind not in RESTARTABLE or not others or tired:
+            return verdict
+        ranks = [rank for replica in sorted(lost) for rank in roster.ranks[replica]]
+        self.ranks.remove(ranks)
+        for rank in ranks:  # now that no victim can leave another
+            (self.folder / f"failure.rank{rank}.json").unlink(missing_ok=True)
+        before = set(roster.members)
+        roster.lose(lost, lost & self.begun)
+        self.begun -= lost
+        self.seen = {rank: one for rank, one in self.seen.items() if rank not in ranks}
+        failure.keep_end(verdict, self.folder, f"{supervisor.attempt_name}.{roster.number}")
+        self.last = verdict
+        which, taken = ", ".join(map(str, sorted(lost))), sorted(roster.members - before)
+        how = f"spare {', '.join(map(str, taken))} takes its place" if taken else "the others go on"
+        remedy = f"nothing: {how}, and replica {which} is started again"
+        supervisor.say(str(msgspec.structs.replace(verdict, remedy=remedy)))
+        self.start(lost)
+        return None
+
+    def _look(self) -> Failure | None:
+        seen = [one for one in self.pulse.look() if one.state != "Z"]
+        self.roster.look(time.monotonic(), self.begun)
+        training = {one.rank for one in seen if one.beat.restored >= 0}
+        members = self.roster.members & self.roster.here
+        self.begun |= {each for each in members if training >= set(self.roster.ranks[each])}
+        self.seen = {**self.seen, **{one.rank: one for one in seen}}
+        # A spare that waits to be needed is no sign that all wait for each other.
+        return self._judge([one for one in seen if self.roster.replica_of[one.rank] not in self.roster.idle])
 
 
 def report_hang(

@@ -37,7 +37,6 @@ from meshwright.runtime.failure import AGAIN, Exit, Failure, FailureError
 from meshwright.runtime.generations import Generation, RankPosition
 from meshwright.runtime.place import Place, RankSpec
 from meshwright.runtime.records import EventRecord
-from meshwright.spec.plan import Plan
 from meshwright.train.faults import compared
 from meshwright.train.live_outer import CALLED, LiveOuterLoop
 from meshwright.train.loop import EvalResult, Stop, held_sums, is_due
@@ -65,15 +64,15 @@ def inside(run: Run) -> Run:
 
 def place_inside(run: Run, order: RankSpec) -> Place:
     """This rank among those of its replica, who meet apart from all others."""
-    replica, inner = _whereabouts(run.plan, order.place.rank)
-    ranks = generations.replica_ranks(run.plan)[replica]
+    replica, inner = _whereabouts(run, order.place.rank)
+    ranks = generations.replica_ranks(run.plan, run.faults.spares)[replica]
     store = Path(order.beats) / f"replica{replica}.{order.start}.store"
     return msgspec.structs.replace(order.place, rank=inner, world=len(ranks), store=str(store))
 
 
-def _whereabouts(plan: Plan, rank: int) -> tuple[int, int]:
+def _whereabouts(run: Run, rank: int) -> tuple[int, int]:
     """The replica of a rank, and its number in there."""
-    ranks = generations.replica_ranks(plan)
+    ranks = generations.replica_ranks(run.plan, run.faults.spares)
     replica = next(number for number, each in enumerate(ranks) if rank in each)
     return replica, ranks[replica].index(rank)
 
@@ -86,17 +85,29 @@ class PartGradient:
     buckets: list[Tensor]  # of this rank's gradients, in host memory
 
 
+def owners(members: Sequence[int], parts: int) -> list[int]:
+    """Which member computes each part of the batch: its own replica; else spares, then all who are there in turn."""
+    missing = [part for part in range(parts) if part not in members]
+    turn = [each for each in members if each >= parts]
+    while len(turn) < len(missing):
+        turn += members
+    taken = dict(zip(missing, turn, strict=False))
+    return [taken.get(part, part) for part in range(parts)]
+
+
 class Survivors:
     """This rank's dealings with the other replicas."""
 
     def __init__(self, run: Run, order: RankSpec, mesh: Mesh, stop: Stop) -> None:
         self.run, self.mesh, self.stop = run, mesh, stop
-        self.folder, self.rank, self.start = Path(order.beats), order.place.rank, order.start
-        self.ranks = generations.replica_ranks(run.plan)
-        self.replica, self.inner = _whereabouts(run.plan, self.rank)
+        self.folder, self.rank, self.start = Path(order.shared), order.place.rank, order.start
+        self.ranks = generations.replica_ranks(run.plan, run.faults.spares)
+        self.replica, self.inner = _whereabouts(run, self.rank)
+        self.first_part = min(self.replica, run.plan.replicate - 1)  # of the batch, that it computes first
         self.told = replace(mesh, rank=self.rank, world=run.plan.world)  # for records: this rank among all
         self.by_tree = clip.choose(run.plan) is deterministic.measured  # deterministic mode
-        self.generation = Generation(number=0, members=(), starts=(0,) * run.plan.replicate)
+        self.generation = Generation(number=0, members=(), starts=(0,) * len(self.ranks))
+        self.newest = self.generation  # that has begun, though this rank may not have entered it
         self.group: Any = None  # of torch's Gloo, outside its registry
         self.leads = False
         self.evaluated = -1  # the step after which the last validation loss was taken
@@ -120,10 +131,11 @@ class Survivors:
         state.live = self
         state.loader.close()  # that of a replica by itself
         shard = self.mesh.place["shard"]
-        mine = Loader(corpus, self.run, self.replica * self.run.plan.shard + shard, self.mesh.device, state.step)
-        mine.shift = state.loader.shift
+        mine = Loader(corpus, self.run, self.first_part * self.run.plan.shard + shard, self.mesh.device, state.step)
+        # What was restored counts in steps of a replica by itself, whose batch is smaller.
+        mine.start_at(state.loader.shift + state.step * state.loader.run.batch, state.step)
         state.loader = mine
-        self.parts = {self.replica: mine}
+        self.parts = {self.first_part: mine}
         self.forward_backward = choose(self.run, state.chunks, self.mesh)
         self.measure_inside = clip.choose(self.run.plan)
         self.equal_at = state.step
@@ -160,7 +172,7 @@ class Survivors:
         """The gradient of the whole batch, by whoever is left; else as `clip.measured`."""
         if not self.state.outer.calendar.is_plain(self.state.step + 1):  # replicas are apart
             return self.measure_inside(chunks, loss_sum, mesh, ballot + CALLED * self._is_called())
-        device, done = mesh.device, {self.replica: self._part(loss_sum)}
+        device, done = mesh.device, {self.first_part: self._part(loss_sum)}
         while True:
             for part in self._mine():
                 if part not in done:
@@ -213,12 +225,7 @@ class Survivors:
     # -- Parts of the batch.
 
     def _owner(self, part: int) -> int:
-        """Which member computes a part of the batch: its own replica, or those that are there in turn."""
-        members = self.generation.members
-        if part in members:
-            return part
-        missing = [each for each in range(self.run.plan.replicate) if each not in members]
-        return members[missing.index(part) % len(members)]
+        return owners(self.generation.members, self.run.plan.replicate)[part]
 
     def _mine(self) -> list[int]:
         return [part for part in range(self.run.plan.replicate) if self._owner(part) == self.replica]
@@ -226,7 +233,7 @@ class Survivors:
     def _loader(self, part: int) -> Loader:
         if part not in self.parts:
             shard = self.run.plan.shard
-            self.parts[part] = self.parts[self.replica].of(part * shard + self.mesh.place["shard"])
+            self.parts[part] = self.state.loader.of(part * shard + self.mesh.place["shard"])
         return self.parts[part]
 
     def _compute(self, part: int) -> PartGradient:
@@ -284,6 +291,7 @@ class Survivors:
             cause="a bit changed in memory or arithmetic: suspect the devices of those ranks",
             remedy="take the device out, and run the same command again; checkpoints in doubt are set aside",
             good_until=self.equal_at,
+            suspects=tuple(odd),
             rank=self.ranks[odd[0]][self.inner],
             step=self.state.step,
         )
@@ -414,8 +422,9 @@ class Survivors:
         now = time.monotonic()
         self.lost_seconds += now - (entered if began is None else began)
         self._note(before, now)
-        self.breaks = self.breaks if self.generation.starts == before.starts else 0
-        self._drop_parts()
+        is_same = self.generation.starts == before.starts and not self.generation.lost_since(before)
+        self.breaks = self.breaks if is_same else 0
+        self._take_parts()
         if received:
             raise MovedError
 
@@ -433,9 +442,8 @@ class Survivors:
         """The newest generation after the last, on every rank of this replica."""
         deadline, found = time.monotonic() + GIVEN_UP_SECONDS, None
         while self.inner == 0 and found is None:
-            newest = generations.current(self.folder)
-            if newest is not None and newest.number > self.generation.number and self.replica in newest.members:
-                found = newest
+            if self._is_called() and self._is_member(self.newest):
+                found = self.newest
             elif self.start and not self.intact and self.stop.signalled:
                 found = self.generation  # nothing to save
             elif self.intact and time.monotonic() > deadline:
@@ -443,7 +451,7 @@ class Survivors:
             else:
                 generations.pause()
         if self.mesh.world > 1:
-            replicas = range(self.run.plan.replicate)
+            replicas = range(len(self.ranks))
             told = torch.zeros(1 + 2 * len(replicas), dtype=torch.int64, device=self.mesh.device)
             if found is not None:
                 own = [found.number, *(each in found.members for each in replicas), *found.starts]
@@ -556,12 +564,24 @@ class Survivors:
 
     def _is_called(self) -> bool:
         """Whether a newer generation has begun."""
-        newest = generations.current(self.folder)
-        return newest is not None and newest.number > self.generation.number
+        self.newest = generations.current(self.folder, self.newest.number) or self.newest
+        return self.newest.number > self.generation.number
 
-    def _drop_parts(self) -> None:
-        """Give back the parts of those who are there again."""
-        for part in [part for part in self.parts if part not in self._mine()]:
+    def _is_member(self, told: Generation) -> bool:
+        """Whether it is this start of the replica that is in it, and not another that has taken its place."""
+        return self.replica in told.members and told.starts[self.replica] == self.start
+
+    def _is_bereft(self) -> bool:
+        """Whether a member is known to be gone: what is under way with it has no end. Newcomers wait for a step's."""
+        return self._is_called() and bool(self.newest.lost_since(self.generation))
+
+    def _take_parts(self) -> None:
+        """Give back the parts of those who are there again; a spare begins with one of those who are missing."""
+        mine = self._mine()
+        if self.first_part not in mine:
+            self.first_part = mine[0]
+            self.state.loader = self._loader(self.first_part)
+        for part in [part for part in self.parts if part not in mine]:
             self.parts.pop(part).close()
 
     def _note(self, before: Generation, now: float) -> None:
@@ -576,6 +596,8 @@ class Survivors:
             since, when = self.away.pop(member, (step, now))
             text = f"replica {member} ({_named(self.ranks[member])}) is back with the state of a peer, "
             text += f"{now - when:.1f} s and {step - since} steps after it was lost"
+            if member >= self.run.plan.replicate:
+                text = f"spare {member} ({_named(self.ranks[member])}) has taken a place, with the state of a peer"
             self.events.append(self._event("back", text, member))
 
     def _event(self, what: Any, text: str, member: int) -> EventRecord:

@@ -89,6 +89,21 @@ def test_a_replica_of_shards_comes_back_whole_with_the_state_of_a_peer(user, und
     assert not (user / "shards" / "checkpoints").exists()
 
 
+def test_a_spare_takes_the_place_of_a_lost_replica_and_of_a_faulty_one(user, undisturbed):
+    """One is killed; later another computes wrong matmuls, and all go back to what was saved before, without it."""
+    words = ("plan.replicate=2", "plan.grad_accum=4", "plan.deterministic=true", "checkpoint.every=2")
+    live = ("faults.live=true", "faults.spares=1", "faults.check_matmuls_every=1", "--ranks", "2")
+    train(user, "spares", *words, *live, "--inject", "kill:1:4:backward,matmul:0:14")
+    assert model(user, "spares") == model(user, "undisturbed")
+    kept = {record.step: record.loss for record in records(user, "spares", 2) if isinstance(record, StepRecord)}
+    assert list(kept.values()) == losses(user, "undisturbed")  # steps that were made again count as at last
+    told = [record.text for record in records(user, "spares") if isinstance(record, EventRecord)]
+    assert any("spare 2 (rank 2) has taken a place" in text for text in told)
+    assert len(processes(user, "spares", 0)) == 1  # never again
+    ended = [json.loads(file.read_text()) for file in (user / "spares" / "faults").glob("ended-*.json")]
+    assert {each["kind"] for each in ended} == {"killed", "matmul"}
+
+
 def test_healthy_ranks_go_on_beside_tensor_parallelism(user, undisturbed):
     words = ("plan.replicate=2", "plan.tp=2", "plan.grad_accum=4", "checkpoint.every=0", "steps=8")
     train(user, "tensor", *words, "faults.live=true", "--ranks", "4", "--inject", "kill:3:3:backward")

@@ -122,6 +122,14 @@ def test_a_launcher_that_is_asked_to_end_while_it_prepares_says_so(monkeypatch, 
     assert json.loads(told.out)["state"] == "stopped"
 
 
+def test_spares_need_gpus_of_their_own():
+    words = ["arch.preset=tiny", "batch=12", "plan.replicate=3", "plan.shard=2", "plan.zero=3", "plan.microbatch=1"]
+    run = load.load(None, [*words, "faults.live=true", "faults.spares=1"]).run
+    assert not [*preflight.spare_problems(run, 8)]
+    (problem,) = preflight.spare_problems(run, 7)
+    assert problem.text == "6 ranks and faults.spares = 1 need 8 GPUs, and this machine has 7"
+
+
 def test_host_memory_that_is_too_small_is_refused_with_what_helps(tmp_path, monkeypatch):
     run = load.load(None, ["arch.preset=tiny", "faults.memory_every=5"]).run
     monkeypatch.setattr(preflight.Disk, "free_bytes", lambda self, path: 1000)

@@ -20,29 +20,29 @@ def forked(work):
 
 
 def wait(ranks):
-    until(lambda: None not in ranks.poll(), "a rank does not end")
-    return ranks.codes
+    until(lambda: None not in ranks.poll().values(), "a rank does not end")
+    return list(ranks.codes.values())
 
 
 def test_exit_codes_are_told_and_signals_are_below_zero():
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert wait(Ranks([forked(lambda: 0), forked(lambda: 10), forked(die)])) == [0, 10, -9]
+    assert wait(Ranks(dict(enumerate([forked(lambda: 0), forked(lambda: 10), forked(die)])))) == [0, 10, -9]
 
 
 def test_ending_leaves_nobody():
     pids = [forked(lambda: time.sleep(HANG) or 0) for _ in range(2)]
     os.kill(pids[1], signal.SIGSTOP)  # a stopped process too
-    ranks = Ranks(pids)
-    assert ranks.poll() == [None, None]
+    ranks = Ranks(dict(enumerate(pids)))
+    assert ranks.poll() == {0: None, 1: None}
     ranks.end()
-    assert ranks.codes == [-9, -9]
+    assert ranks.codes == {0: -9, 1: -9}
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 def test_a_signal_goes_to_those_who_are_left():
-    ranks = Ranks([forked(lambda: 0), forked(lambda: time.sleep(HANG) or 0)])
+    ranks = Ranks({0: forked(lambda: 0), 1: forked(lambda: time.sleep(HANG) or 0)})
     until(lambda: ranks.poll()[0] is not None, "a rank does not end")
     ranks.signal(signal.SIGTERM)
     assert wait(ranks) == [0, -15]

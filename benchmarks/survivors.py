@@ -6,12 +6,17 @@ two replicas at once, or a rank again while it comes back. Parts can be made one
     python benchmarks/survivors.py --only kills --kills 100
     python benchmarks/survivors.py --only healthy --pairs 3
     python benchmarks/survivors.py --only goodput
+    python benchmarks/survivors.py --only machines --losses 5
+
+The last one has two machines, network namespaces with a cable between them, and needs root: ranks are killed, whole
+machines are, and the cable is pulled.
 
 The machine may be busy: its load is beside each part.
 """
 
 import argparse
 import collections
+import contextlib
 import hashlib
 import json
 import os
@@ -48,6 +53,7 @@ KILLED_STEPS, HEALTHY_STEPS, LAST_STEPS = 120, 40, 10  # none is killed in the l
 BETWEEN_SECONDS, FAILURES_SECONDS = 1.0, 60.0  # means: from a return to a kill, and between failures
 TWO, AGAIN, AGAIN_SECONDS = 0.15, 0.25, 1.0  # chances of two kills at once, and of one on the way back
 MOST_SECONDS, ENDLESS = 1200.0, 100_000
+MACHINE_STEPS, APART_STEPS = 240, 3  # of a run on two machines, and steps that one makes before the other comes back
 TAIL_BYTES = 1 << 14  # of records, which hold the newest steps
 
 
@@ -195,6 +201,115 @@ def disturbed(
     }
 
 
+class MachineKiller:
+    """Two launchers, each on a machine of its own, of which ranks, all, or the cable between them are lost."""
+
+    def __init__(self, here: Any, home: Path, plan: str, chance: random.Random) -> None:
+        self.here, self.home, self.chance = here, home, chance
+        self.folder = home / "run"
+        words = [*RUN, *PLANS[plan], f"steps={MACHINE_STEPS}", "faults.live=true", "faults.meet_seconds=120"]
+        ranks = ["--ranks-per-node", str(RANKS // 2), "--folder", str(self.folder)]
+        self.command = [sys.executable, "-m", "meshwright", "launch", *words, *ranks]
+        self.machines = [self.start(number) for number in (0, 1)]
+        self.deadline = time.monotonic() + MOST_SECONDS
+        self.losses: list[dict[str, Any]] = []
+
+    def start(self, number: int) -> subprocess.Popen[bytes]:
+        return self.here.launch(number, self.command, self.home, os.environ)
+
+    def newest(self) -> list[int]:
+        return [newest(self.folder, rank) for rank in range(RANKS)]
+
+    def wait(self, is_there: Any) -> bool:
+        """Until something is so; False when the run is over, or nearly, or hangs."""
+        while time.monotonic() < self.deadline and max(self.newest()) < MACHINE_STEPS - LAST_STEPS:
+            if is_there():
+                return True
+            time.sleep(0.1)
+        return False
+
+    def until_whole(self) -> bool:
+        def is_whole() -> bool:
+            made, there = self.newest(), [processes(machine.pid) for machine in self.machines]
+            return min(made) >= max(made) - 1 > 0 and sum(map(len, there)) == RANKS
+
+        return self.wait(is_whole)
+
+    def strike(self, how: str) -> None:
+        """Lose something, and have it back once the others have gone on."""
+        number, before = self.chance.randrange(2), max(self.newest())
+        loss = {"how": how, "machine": number, "after_step": before}
+        if how == "rank":
+            ranks = processes(self.machines[number].pid)
+            os.kill(ranks[self.chance.choice(sorted(ranks))], signal.SIGKILL)
+        elif how == "machine":
+            for process in descendants(self.machines[number].pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            self.machines[number].communicate()
+        else:
+            self.here.pull_cable()
+        self.losses.append(loss)
+        self.wait(lambda: max(self.newest()) >= before + APART_STEPS)
+        if how == "machine":
+            self.machines[number] = self.start(number)
+        elif how == "cable":
+            self.here.plug_in()
+
+    def end(self) -> tuple[list[int], str]:
+        """Exit codes, and what was said last."""
+        said = [machine.communicate(timeout=MOST_SECONDS)[1].decode() for machine in self.machines]
+        return [machine.returncode for machine in self.machines], "\n".join(said)[-3000:]
+
+
+def descendants(process: int) -> list[int]:
+    """A process and all below it."""
+    try:
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:
+        return []
+    return [process, *(below for child in children for below in descendants(int(child)))]
+
+
+def machines_lost(home: Path, plan: str, most: int, chance: random.Random) -> dict[str, Any]:
+    """A run on two machines, some of which are lost and come back."""
+    import two_nodes  # beside this file, and only where it is run
+
+    load, place = os.getloadavg()[0], home / f"machines-{time.monotonic_ns()}"
+    place.mkdir()
+    with two_nodes.machines() as here:
+        killer = MachineKiller(here, place, plan, chance)
+        try:
+            for number in range(most):
+                if not killer.until_whole():
+                    break
+                time.sleep(chance.uniform(0.0, BETWEEN_SECONDS))
+                killer.strike(HOW[number % len(HOW)])
+            killer.until_whole()
+            codes, said = killer.end()
+        finally:
+            for machine in killer.machines:
+                for process in descendants(machine.pid) if machine.poll() is None else ():
+                    os.kill(process, signal.SIGKILL)
+    done = {"plan": plan, "losses": killer.losses, "load": [load, os.getloadavg()[0]]}
+    if codes != [Exit.DONE, Exit.DONE]:
+        return done | {"failed": said, "exit_codes": codes}
+    made = [steps_of(killer.folder, rank) for rank in range(RANKS)]
+    for loss in killer.losses:
+        after = range(loss["after_step"] + 1, loss["after_step"] + 1 + APART_STEPS)
+        cuts = [each.recovery_seconds for records in made for each in records if each.step in after]
+        loss["interruption_seconds"] = max(cuts, default=0.0)
+    return done | {
+        "steps": MACHINE_STEPS,
+        "steps_lost": sum(MACHINE_STEPS - len({record.step for record in records}) for records in made),
+        "step_median_seconds": statistics.median(record.seconds for record in made[0]),
+        "sha256": digest(killer.folder),
+    }
+
+
+HOW = ("machine", "rank", "cable")
+
+
 def phases(folder: Path) -> dict[str, int]:
     """In which phases ranks were when they were killed, as the supervisor saw it."""
     kept = [json.loads(file.read_text()) for file in (folder / "faults").glob("*.json")]
@@ -261,6 +376,23 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(["| | |", "|---|--:|", *(f"| {what} | {figure} |" for what, figure in rows)])
 
 
+def machine_table(record: dict[str, Any]) -> str:
+    """The figures of two machines in words, for the page."""
+    made = record["machines"]
+    runs = [run for run in made if "failed" not in run]
+    rows = [("runs of 4 ranks on two machines that ended otherwise", f"{len(made) - len(runs)} of {len(made)}")]
+    words = {"machine": "machines killed", "rank": "ranks killed", "cable": "cables pulled"}
+    for how in HOW:
+        cuts = [loss["interruption_seconds"] for run in runs for loss in run["losses"] if loss["how"] == how]
+        figure = f"{len(cuts)}: {statistics.median(cuts):.1f} s, {max(cuts):.1f} s" if cuts else "none"
+        rows.append((f"{words[how]}: until the others went on, median and longest", figure))
+    rows.append(("steps lost", f"{sum(run['steps_lost'] for run in runs)}"))
+    differ = sum(not run["same_bits"] for run in runs)
+    rows.append(("models that differ from the undisturbed one's", f"{differ} of {len(runs)}"))
+    rows.append(("a step, median", f"{statistics.median(run['step_median_seconds'] for run in runs):.2f} s"))
+    return "\n".join(["| | |", "|---|--:|", *(f"| {what} | {figure} |" for what, figure in rows)])
+
+
 def told(record: dict[str, Any]) -> str:
     """The figures in a sentence, for the README."""
     runs = [run for run in record["killed"] if "failed" not in run]
@@ -277,9 +409,10 @@ def told(record: dict[str, Any]) -> str:
 def main() -> None:
     """Measure what is asked for, and add it to the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", choices=("kills", "healthy", "goodput"))
+    parser.add_argument("--only", choices=("kills", "healthy", "goodput", "machines"))
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--losses", type=int, default=5, help="of machines, ranks and the cable, in one run")
     parser.add_argument("--seconds", type=float, default=900.0, help="of the run whose goodput is measured")
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--out", type=Path, default=RESULT)
@@ -288,7 +421,7 @@ def main() -> None:
     record |= {"machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "torch": version("torch")}}
     record |= {"run": RUN, "ranks": RANKS}
     chance = random.Random(f"{options.seed}/{len(record.get('killed', []))}/{options.only}")
-    parts = {part: record.setdefault(part, []) for part in ("killed", "healthy", "goodput")}
+    parts = {part: record.setdefault(part, []) for part in ("killed", "healthy", "goodput", "machines")}
 
     def keep(part: str, made: dict[str, Any]) -> None:
         parts[part].append(made)
@@ -302,13 +435,19 @@ def main() -> None:
             made = disturbed(home, plan, KILLED_STEPS, BETWEEN_SECONDS, left, chance)
             left -= len(made["kills"])
             keep("killed", made | {"same_bits": made.get("sha256") == undisturbed(home, KILLED_STEPS)})
+        if options.only in (None, "machines"):
+            plan = list(PLANS)[len(parts["machines"]) % 2]
+            made = machines_lost(home, plan, options.losses, random.Random(f"{options.seed}/{len(parts['machines'])}"))
+            keep("machines", made | {"same_bits": made.get("sha256") == undisturbed(home, MACHINE_STEPS)})
         for _ in range(options.pairs if options.only in (None, "healthy") else 0):
             keep("healthy", healthy(home))
         if options.only in (None, "goodput"):
             seconds = options.seconds
             keep("goodput", disturbed(home, "4 replicas", ENDLESS, FAILURES_SECONDS, ENDLESS, chance, seconds))
-    if all(parts.values()):
+    if parts["killed"] and parts["healthy"] and parts["goodput"]:
         print(table(record))
+    if parts["machines"]:
+        print(machine_table(record))
 
 
 if __name__ == "__main__":

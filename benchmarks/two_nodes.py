@@ -61,6 +61,21 @@ class Machines:
             start_new_session=True,
         )
 
+    def launch(
+        self, number: int, command: list[str], folder: Path, environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """A launcher of one machine, which starts its ranks itself; it is told nothing about interfaces."""
+        (folder / f"tmp{number}").mkdir(exist_ok=True)
+        where = ["--node-rank", str(number), "--nodes", "2", "--master", f"{ADDRESSES[0]}:{PORT}"]
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.names[number], *command, *where],
+            cwd=folder,
+            env={**environment, "TMPDIR": str(folder / f"tmp{number}"), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+
     def pull_cable(self) -> None:
         """No packet comes through any more, and nobody is told."""
         ip("-n", self.names[1], "link", "set", self.names[1], "down")

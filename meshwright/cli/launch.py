@@ -56,7 +56,7 @@ MEANT = {
     "sky": "skypilot", "openmpi": "mpi", "mpirun": "mpi", "mpiexec": "mpi", "kuberay": "ray", "elastic": "torchrun",
     "aws": "terraform --cloud aws", "gcp": "terraform --cloud gcp", "tofu": "terraform", "opentofu": "terraform",
 }  # fmt: skip
-OF_A_NODE = ("nodes", "master", "stop_is_done")
+OF_A_NODE = ("nodes", "master", "stop_is_done", "inject")
 OF_FILES = ("on", "submit", "out", "cluster", "cpu", "shared", *READ_FOR)  # which `--node-rank` writes none of
 PORTS = 2**16
 BY_HAND = {
@@ -95,6 +95,7 @@ def add_launch(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--nodes", type=words.count, help="with --node-rank: total machines")
     verb.add_argument("--master", default="", metavar="HOST:PORT", help="with --node-rank: where rank 0 listens")
+    verb.add_argument("--inject", default="", metavar="FAULT", help=argparse.SUPPRESS)  # as of `train`
     verb.add_argument(
         "--stop-is-done", action="store_true", help="with --node-rank: end with 0, not 130, after a stop file"
     )
@@ -176,6 +177,8 @@ def _job(options: argparse.Namespace) -> LaunchJob:
         raise mistake(what, "plan for these machines, or name others by --cluster", "plan")
     switch = machines.domain // most if machines else 1
     nodes, per_node = layout(run.plan, most, options.ranks_per_node or 0, machines.nodes if machines else None, switch)
+    if problems := [*check.divide_replicas(run, nodes)]:
+        raise InputError(problems)
     if machines:
         preflight.require_cards(run, msgspec.structs.replace(machines, gpus=run.plan.world))
     out = (options.out or Path("launch") / f"{run.name}-{options.on}").absolute()
@@ -196,9 +199,13 @@ def _job(options: argparse.Namespace) -> LaunchJob:
 
 
 def _starter_problems(options: argparse.Namespace, run: Run) -> Iterator[Problem]:
-    """What only ranks have that we start ourselves."""
-    if options.on != "terraform":
-        yield from check.need_own_starter(run, f"--on {options.on}", has_memory=options.on in OWN_START)
+    """What only ranks have that we start ourselves: beside torchrun's script there is one that does."""
+    if options.on == "terraform":
+        return
+    is_ours = options.on == "torchrun" and run.faults.live
+    for problem in check.need_own_starter(run, f"--on {options.on}", has_memory=options.on in OWN_START):
+        if not (is_ours and problem.key == "faults.live"):
+            yield problem
 
 
 def _ranks(options: argparse.Namespace, file: Path | None, overrides: list[str]) -> int:
@@ -267,7 +274,12 @@ def _start(options: argparse.Namespace) -> int:
     folder = ["--folder", str(options.folder)] if options.folder else []
     command = [sys.executable, "-m", "meshwright", "train", *options.words, *folder]
     place = node.NodePlace(number, options.nodes, options.ranks_per_node, host, port)
-    run = load.load(*words.split(options.words), ranks=options.nodes * options.ranks_per_node).run
+    ranks = place.nodes * place.ranks - _spare_ranks(*words.split(options.words))
+    run = load.load(*words.split(options.words), ranks=ranks).run
+    if run.faults.live:
+        from meshwright.cli.train import train_on_machine
+
+        return train_on_machine(options, place, ranks)
     code = _with_memory(command, place, run, options) if run.faults.memory_every else (
         node.start(command, place, env.of_ranks(), run.faults.grace_seconds)
     )  # fmt: skip
@@ -286,6 +298,12 @@ def _with_memory(command: list[str], place: node.NodePlace, run: Run, options: a
         restarts = node.NodeRestarts(run.faults.restarts, (options.folder, memory), say)
         around = {**env.of_ranks(), MEMORY: str(memory)}
         return node.start(command, place, around, run.faults.grace_seconds, restarts)
+
+
+def _spare_ranks(file: Path | None, overrides: list[str]) -> int:
+    """Ranks that are started beside the plan's."""
+    loaded, _ = load.examine(file, overrides)
+    return 0 if loaded is None else loaded.run.faults.spares * (loaded.run.plan.world // loaded.run.plan.replicate)
 
 
 def host_and_port(address: str) -> tuple[str, int]:

@@ -6,6 +6,8 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,7 @@ from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.units import GIB
 
 if TYPE_CHECKING:
+    from meshwright.launch.node import NodePlace
     from meshwright.runtime.meeting import Met
     from meshwright.runtime.run_folder import Change
 
@@ -51,16 +54,29 @@ def train(options: argparse.Namespace) -> int:
     """Train: as the launcher of local ranks, or as one rank that somebody else has launched."""
     words.require_training()
     here = started_as(env.here(), options.ranks)
-    before = signal.signal(signal.SIGTERM, _end_early)  # until the rank can save, or the launcher has ranks to tell
+    if here is None:
+        return _until_asked(lambda: _launch(_resolved(options, options.ranks, is_first=True), options), options)
+    resolved = partial(_resolved, options, here.world, is_first=here.rank == 0)
+    return _until_asked(lambda: _rank(resolved(), here, options), options, here.rank)
+
+
+def train_on_machine(options: argparse.Namespace, place: "NodePlace", ranks: int) -> int:
+    """Train on one machine of several, whose replicas can do without those of the others; `ranks` are the plan's."""
+    words.require_training()
+    resolved = partial(_resolved, options, ranks, is_first=True)
+    return _until_asked(lambda: _launch_machine(resolved(), options, place), options)
+
+
+def _until_asked(work: Callable[[], int], options: argparse.Namespace, rank: int | None = None) -> int:
+    """Do it, unless SIGTERM comes before there is a rank that can save, or a launcher that has ranks to tell."""
+    before = signal.signal(signal.SIGTERM, _end_early)
     try:
-        if here is None:
-            return _launch(_resolved(options, options.ranks, is_first=True), options)
-        return _rank(_resolved(options, here.world, is_first=here.rank == 0), here, options)
+        return work()
     except EarlyEnd:
-        who = "" if here is None else f"rank {here.rank}: "
+        who = "" if rank is None else f"rank {rank}: "
         what = "stopped by SIGTERM before the first step; nothing to save"
         print(f"{who}{what}", file=sys.stderr)
-        if options.json and (here is None or here.rank == 0):
+        if options.json and not rank:
             _tell_program(Failure(kind="stopped", code=Exit.PREEMPTED, what=what), Exit.PREEMPTED)
         return Exit.PREEMPTED
     finally:  # who runs the verb in a process of their own goes on with theirs
@@ -120,11 +136,9 @@ def examined(given: list[str], ranks: int | None, looks: bool = True) -> load.Lo
 
 def _launch(run: Run, options: argparse.Namespace) -> int:
     """Supervise the ranks of one machine, and prepare the tokens while their fork server imports torch."""
-    from meshwright.data.prepare import described, prepare
     from meshwright.runtime import ranks
     from meshwright.runtime import run_folder as folders
     from meshwright.runtime.failure import this_session
-    from meshwright.runtime.supervise import StopRequest, Supervisor
 
     say, world = _teller(options.json), run.plan.world
     folder = options.folder or folders.find(run, fresh=options.fresh, extend=options.extend)
@@ -151,36 +165,106 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     say(f"plan: {run.plan}")
     say(f"starting {world} ranks (or: torchrun --nproc-per-node {world} -m meshwright train …)")
     environment = {**ranks.defaults(world), **env.of_ranks(options.debug)}  # what the user says comes last
-    people = sys.stderr if options.json else sys.stdout
-    log = folder / "logs" / "fork_server.txt"
-    supervisor = Supervisor(
-        run=run,
-        folder=folder,
-        fork_server=lambda: ranks.ForkServer(RANK, environment, log, people.fileno()),
-        order=_order(
-            folder,
-            options,
-            place=msgspec.structs.replace(ALONE, threads=ranks.threads(environment)),
-            session=this_session(),
-        ),
-        say=say,
-    )
     try:
-        for line in described(run, prepare(run, env.cache(), say)):
-            say(line)
-        failed = supervisor.supervise(StopRequest().listen())
+        failed = _supervised(run, folder, options, environment, session=this_session())
     except BaseException:
-        supervisor.close()
         claim.abandon()
         raise
     finally:
-        supervisor.close()
         claim.release()
     if failed is None:
         _tell(folders.read_summary(folder), run, options)
         return Exit.DONE
     if failed.kind in ("input", "corrupt"):
         claim.abandon()
+    return _tell_failure(failed, options.json)
+
+
+def _supervised(
+    run: Run, folder: Path, options: argparse.Namespace, environment: dict[str, str], session: str, **among: Any
+) -> Failure | None:
+    """Prepare the tokens while the fork server imports torch, then start ranks and watch them to their end.
+
+    `among`: what a machine of several knows of the others.
+    """
+    from meshwright.data.prepare import described, prepare
+    from meshwright.runtime import ranks
+    from meshwright.runtime.supervise import StopRequest, Supervisor
+
+    say, people = _teller(options.json), sys.stderr if options.json else sys.stdout
+    log = folder / "logs" / "fork_server.txt"
+    place = msgspec.structs.replace(ALONE, threads=ranks.threads(environment))
+    supervisor = Supervisor(
+        run=run,
+        folder=folder,
+        fork_server=lambda: ranks.ForkServer(RANK, environment, log, people.fileno()),
+        order=_order(folder, options, place=place, session=session),
+        say=say,
+        **among,
+    )
+    try:
+        for line in described(run, prepare(run, env.cache(), say)):
+            say(line)
+        failed = supervisor.supervise(StopRequest().listen())
+    finally:
+        supervisor.close()
+    return failed
+
+
+def _launch_machine(run: Run, options: argparse.Namespace, place: "NodePlace") -> int:
+    """Supervise the ranks of one machine of several, whose replicas can do without those of the others.
+
+    Which machine has the run folder changes: whoever decides for all tries to hold it.
+    """
+    from meshwright.cli import preflight
+    from meshwright.runtime import ranks
+    from meshwright.runtime import run_folder as folders
+    from meshwright.runtime.links import interface_towards, is_loopback
+    from meshwright.runtime.machines import Machines
+
+    if problems := [*check.divide_replicas(run, place.nodes)]:
+        raise InputError(problems)
+    say, held = _teller(options.json), list[Callable[[], None]]()
+    folder = options.folder or folders.find(run)
+    if not folders.check_owner(folder, run) and (finished := folders.read_summary(folder)) is not None:
+        say(f"{folder} has finished this run; ask for more steps to go on")
+        _tell(finished, run, options)
+        return Exit.DONE
+    preflight.require_room(run, folder, env.gpu_names())
+    preflight.require_remote(run, folder, False)
+    machines = Machines(place.node, place.nodes, folder, place.address, place.port)
+
+    def claim() -> None:
+        held.append(folders.Claim(folder, run).release)
+        (folder / folders.STOP).unlink(missing_ok=True)  # it was for those who have stopped
+
+    def hold() -> None:
+        if not held:
+            with suppress(InputError):
+                held.append(folders.locked(folder).close)
+
+    try:
+        is_new = machines.meet(run.faults.meet_seconds, claim, say)
+        which = f"machine {place.node} of {place.nodes}, {place.ranks} ranks"
+        say(f"{run.name}: {which}; {'all are there' if is_new else 'joining the others'}; in {folder}")
+        for line in (*(f"warning: {each}" for each in check.warnings(run)), f"plan: {run.plan}"):
+            say(line)
+        inside = interface_towards(place.address, place.port, is_whole=is_loopback(place.address))
+        listens = {"GLOO_SOCKET_IFNAME": inside} if inside else {}
+        defaults = {name: value for name, value in ranks.defaults(place.ranks).items() if name != "GLOO_SOCKET_IFNAME"}
+        environment = {**defaults, **listens, **env.of_ranks()}
+        among = {"machines": machines, "is_new": is_new, "hold": hold}
+        failed = _supervised(run, folder, options, environment, session=machines.lease.job, **among)
+    except InputError as error:
+        machines.refuse(error)
+        raise
+    finally:
+        machines.close(Exit.FAILED)  # unless it has ended before
+        for release in held:
+            release()
+    if failed is None:
+        _tell(folders.read_summary(folder), run, options)
+        return Exit.DONE
     return _tell_failure(failed, options.json)
 
 

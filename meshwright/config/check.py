@@ -838,6 +838,15 @@ def need_own_starter(run: Run, launcher: str, has_memory: bool = False) -> Itera
         yield Problem(what, f"use {own}, or leave {key} out", key)
 
 
+def divide_replicas(run: Run, machines: int) -> Iterator[Problem]:
+    """Replicas that can do without each other are whole on one machine, or the loss of one would take two of them."""
+    there = run.plan.replicate + run.faults.spares
+    if run.faults.live and there % machines:
+        what = f"faults.live needs whole replicas on each of {machines} machines, and there are {there}"
+        remedy = "make plan.replicate and faults.spares together a multiple of the machines, or leave faults.live out"
+        yield Problem(what, remedy, "plan.replicate")
+
+
 def compiles_doubles() -> bool:
     """Whether torch compiles attention in float64: 2.11 mixes it with fp32 on a CPU, and fails."""
     from importlib.metadata import PackageNotFoundError, version  # which imports an e-mail parser

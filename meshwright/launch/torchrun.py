@@ -9,6 +9,8 @@ from meshwright.runtime.place import DEFAULT_PORT
 ALONE = "faults.memory_every needs `./node.sh NUMBER`, which starts the ranks itself; no script for torchrun is written"
 NOTE = "torchrun turns exit codes 10 and 11 into 1; `./node.sh NUMBER` starts the same ranks and passes them on"
 
+LIVE = "faults.live: node.sh alone, which starts a lost rank again by itself; start it again on a machine that was lost"
+
 
 def launch(job: LaunchJob) -> Launch:
     """The line of each machine, by torchrun and by ourselves."""
@@ -22,9 +24,9 @@ def launch(job: LaunchJob) -> Launch:
         name="torchrun.sh", text=script(job, f"{by_torchrun} {shlex.join(train)}"), executable=True
     )
     files, note = [torchrun_file, LaunchFile(name="node.sh", text=script(job, by_us), executable=True)], NOTE
-    if job.run.faults.memory_every:  # torchrun starts all ranks again at once, or none
+    if job.run.faults.memory_every or job.run.faults.live:  # torchrun starts all ranks again at once, or none
         del files[0]
-        note = ALONE
+        note = LIVE if job.run.faults.live else ALONE
     own = ("0",) if job.nodes > 1 else ()
     return Launch(files=tuple(files), command=(str(job.out / files[0].name), *own), note=note)
 

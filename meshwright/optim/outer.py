@@ -163,9 +163,7 @@ class OuterLoop(NoOuterLoop):
     @torch.no_grad()
     def meet(self, step: int, loss: Tensor, tokens: int, votes: Tensor) -> Meeting | None:
         """After the update of a step: sync what is due. None where replicas do not meet."""
-        self.loss = self.loss + loss
-        self.tokens += tokens
-        if not self.calendar.meets(step):
+        if not self._counted(step, loss, tokens):
             return None
         due = self.calendar.due(step)
         found = self._tell(step, votes)
@@ -174,6 +172,12 @@ class OuterLoop(NoOuterLoop):
                 self._sync(bucket, codes, step)
         self._note_synced(due)
         return found
+
+    def _counted(self, step: int, loss: Tensor, tokens: int) -> bool:
+        """Count a step's loss for the next meeting; whether that is now."""
+        self.loss = self.loss + loss
+        self.tokens += tokens
+        return self.calendar.meets(step)
 
     def _note_synced(self, due: tuple[int, ...]) -> None:
         """Keep the checksum of what replicas leave a sync with, for the next one."""

@@ -2,7 +2,7 @@
 
 A generation is a number and the replicas that are in it. Whoever is lost ends one, whoever comes back begins another.
 In each, every rank says how far it has come before groups are made, so that who is behind can be given the state of
-who is not. No torch: the supervisor has none.
+who is not. The folder may be one that several machines see (runtime/machines.py). No torch: the supervisor has none.
 """
 
 import os
@@ -44,6 +44,8 @@ class RankPosition(msgspec.Struct, frozen=True, kw_only=True):
     evaluated: bool  # its validation loss has been taken, where one is due
     leads: bool  # its replica saves for all
     met: bool = True  # where replicas sync rarely, it has done so after this step, if that is due
+    clock: float = 0.0  # what the calendar's clock is ahead of the monotonic one, which each machine has its own of
+    facts: str = ""  # a digest of what must not differ between ranks: run file, code, versions
 
     @property
     def position(self) -> tuple[int, bool, bool]:
@@ -65,6 +67,12 @@ def replica_ranks(plan: Plan, spares: int = 0) -> list[list[int]]:
     size = plan.world // plan.replicate
     first = [plan.world + number * size for number in range(spares)]
     return replicas + [list(range(rank, rank + size)) for rank in first]
+
+
+def machine_replicas(plan: Plan, machine: int, machines: int, spares: int = 0) -> range:
+    """The replicas of one of several machines, each of which has as many of them, whole; the last have the spares."""
+    share = (plan.replicate + spares) // machines
+    return range(machine * share, (machine + 1) * share)
 
 
 def current(folder: Path, known: int = 0) -> Generation | None:

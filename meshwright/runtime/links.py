@@ -48,6 +48,13 @@ def interface_towards(address: str, port: int, is_whole: bool) -> str:
     return interfaces().get(own.partition("%")[0], "")
 
 
+def is_loopback(address: str) -> bool:
+    """Whether an address as somebody wrote it is this machine's own, so that all who use it are on one."""
+    with suppress(ValueError):
+        return ip_address(address.partition("%")[0]).is_loopback
+    return address == "localhost"
+
+
 def interfaces(system: Path = Path("/")) -> dict[str, str]:
     """Addresses of this machine, and the interface of each."""
     found: dict[str, str] = {}

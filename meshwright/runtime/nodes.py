@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -153,7 +153,7 @@ class Nodes:
                 datagram, source = self.socket.recvfrom(MOST_BYTES + 1)
             except OSError:  # none is left; or an earlier one of ours did not arrive, which is no news
                 return
-            word = opened(datagram, self.key)
+            word = opened(datagram, self.key, NodeMessage)
             if word is not None and self.roll.hear(word, now) and self.is_first:
                 self.others[word.node.first] = source
 
@@ -191,13 +191,16 @@ def _is_number(address: str) -> bool:
     return True
 
 
-def sealed(word: NodeMessage, key: bytes) -> bytes:
+def sealed(word: msgspec.Struct, key: bytes) -> bytes:
     """A datagram: the digest, then the word."""
     content = msgspec.json.encode(word)
     return hmac.digest(key, content, hashlib.sha256) + content
 
 
-def opened(datagram: bytes, key: bytes) -> NodeMessage | None:
+Word = TypeVar("Word", bound=msgspec.Struct)
+
+
+def opened(datagram: bytes, key: bytes, kind: type[Word]) -> Word | None:
     """The word in a datagram; None when it is not one of ours."""
     if not key or len(datagram) > MOST_BYTES:
         return None
@@ -205,6 +208,6 @@ def opened(datagram: bytes, key: bytes) -> NodeMessage | None:
     if not hmac.compare_digest(seal, hmac.digest(key, content, hashlib.sha256)):
         return None
     try:
-        return msgspec.json.decode(content, type=NodeMessage)
+        return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

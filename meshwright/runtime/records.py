@@ -162,6 +162,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     badput: dict[str, float] = {}  # the other shares, by what took them; with goodput they add up to 1
 
 
+def shifted(record: Record, seconds: float) -> Record:
+    """A record of another machine, by this one's monotonic clock."""
+    known = {name: getattr(record, name, 0.0) for name in ("began", "ended", "at")} if seconds else {}
+    return msgspec.structs.replace(record, **{name: at + seconds for name, at in known.items() if at})
+
+
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
 

@@ -117,7 +117,7 @@ class Claim:
             self.changes = check_owner(folder, run, extend=extend)
             self._made = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = self._locked()
+            self._lock = locked(folder)
             self._records = self._recorded()
             self.finished = None if self.changes else read_summary(folder)
             if self.finished is None:
@@ -161,28 +161,30 @@ class Claim:
         folder = self.folder
         if not folder.exists():
             return
-        with self._locked() if (folder / LOCK).is_file() else nullcontext():
+        with locked(folder) if (folder / LOCK).is_file() else nullcontext():
             if not (folder / RUN).is_file() and not _names(folder) <= {LOCK}:
                 what = f"{folder} is not a run folder, so --fresh leaves it alone"
                 raise mistake(what, "name another --folder")
             folder.rename(_unused(folder.parent, f"{folder.name}.{{}}"))
 
-    def _locked(self) -> Any:
-        lock = open(self.folder / LOCK, "a+")  # noqa: SIM115 - held for as long as the run
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # another error says that this filesystem has no locks, and so no word of others
-            lock.seek(0)
-            what = f"{self.folder} is in use by {lock.read().strip() or 'another process'}"
-            lock.close()
-            raise mistake(what, "wait for it, or name another --folder") from None
-        except OSError:
-            pass
-        lock.truncate(0)
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        lock.write(f"process {os.getpid()} on {platform.node()} since {since}")
-        lock.flush()
-        return lock
+
+def locked(folder: Path) -> Any:
+    """A file that only one process can hold open so; whoever has it is named."""
+    lock = open(folder / LOCK, "a+")  # noqa: SIM115 - held for as long as the run
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:  # another error says that this filesystem has no locks, and so no word of others
+        lock.seek(0)
+        what = f"{folder} is in use by {lock.read().strip() or 'another process'}"
+        lock.close()
+        raise mistake(what, "wait for it, or name another --folder") from None
+    except OSError:
+        pass
+    lock.truncate(0)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    lock.write(f"process {os.getpid()} on {platform.node()} since {since}")
+    lock.flush()
+    return lock
 
 
 def check_owner(folder: Path, run: Run, *, extend: bool = False) -> list[Change]:

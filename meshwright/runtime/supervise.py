@@ -4,6 +4,7 @@
 process beside the first rank of each machine that watches, says what it sees and clears the way for a restart.
 """
 
+import contextlib
 import errno
 import os
 import select
@@ -25,8 +26,9 @@ from meshwright.config.run import Run
 from meshwright.config.weights import CHECKPOINTS, present, step_name
 from meshwright.runtime import failure, heartbeat, run_folder
 from meshwright.runtime.failure import RESTARTABLE, Exit, Failure, is_broken
-from meshwright.runtime.generations import Roster, replica_ranks
+from meshwright.runtime.generations import Roster, machine_replicas, replica_ranks
 from meshwright.runtime.heartbeat import Hang, HangDetector, HeartbeatReader, RankStatus, crossed
+from meshwright.runtime.machines import MachineRoster, Machines
 from meshwright.runtime.nodes import LOST_SECONDS, MOST_TEXT, Lost, Node, Nodes
 from meshwright.runtime.place import Place, RankSpec, local
 from meshwright.runtime.ranks import ForkServer, ForkServerError, Ranks
@@ -67,13 +69,18 @@ class Supervisor:
     wasted: int = 0  # attempts in a row that left no newer checkpoint
     number: int = 0
     asked: StopRequest = field(default_factory=StopRequest)
+    machines: Machines | None = None  # where this one is one of several
+    is_new: bool = True  # the job begins with it, and is not joined
+    hold: Callable[[], None] = lambda: None  # have the run folder, where it is free
     judge: HangDetector = field(init=False)
     here: list[int] = field(init=False)  # ranks of this machine, of spares too
     condemned: set[int] = field(default_factory=set)  # replicas whose devices were found to be faulty
 
     def __post_init__(self) -> None:
-        plan = self.run.plan
-        replicas = replica_ranks(plan, self.run.faults.spares)
+        plan, machines = self.run.plan, self.machines
+        replicas, spares = replica_ranks(plan, self.run.faults.spares), self.run.faults.spares
+        if machines is not None:
+            replicas = [replicas[each] for each in machine_replicas(plan, machines.machine, machines.count, spares)]
         self.here = sorted(rank for ranks in replicas for rank in ranks)
         self.judge = HangDetector(self.run.faults.hang_seconds, plan.world)
         run_folder.sweep()
@@ -100,8 +107,8 @@ class Supervisor:
                 self.saved = self.newest_step()
                 remedy = f"nothing: restarting {self._from()}; a spare takes the place of replica {replaced}"
                 remedy += ", which is not started again: take its device out when you can"
-            elif verdict.kind not in RESTARTABLE:
-                return verdict
+            elif verdict.kind not in RESTARTABLE or self.machines is not None:
+                return verdict  # who starts several machines starts them again
             elif self._is_futile():
                 remedy = (
                     f"{self.run.faults.restarts} restarts in a row brought no newer checkpoint (faults.restarts): "
@@ -143,14 +150,14 @@ class Supervisor:
         if verdict.kind == "matmul" and verdict.rank is not None:  # told by the rank itself
             suspects = tuple(number for number, ranks in enumerate(replicas) if verdict.rank in ranks)
         left = len(replicas) - len(self.condemned) - self.run.plan.replicate
-        if verdict.code != Exit.HARDWARE or len(suspects) != 1 or left < 1:
+        if verdict.code != Exit.HARDWARE or len(suspects) != 1 or left < 1 or self.machines is not None:
             return None
         self.condemned.add(suspects[0])
         return suspects[0]
 
     @property
     def attempt_name(self) -> str:
-        """Of this launcher."""
+        """Of this launcher, which is one of a job's where there are several machines."""
         return f"{failure.this_session()}-{self.number}"
 
     def close(self) -> None:
@@ -183,7 +190,11 @@ class Supervisor:
 
     def _watch(self, ranks: Ranks, pulse: HeartbeatReader) -> "Watch":
         """Start the ranks; who looks after them."""
-        if self.run.faults.live:
+        if self.machines is not None:
+            roster = MachineRoster(self.machines, self.run.plan, self.hold, self.run.faults.spares)
+            roster.begin() if self.is_new else roster.join()
+            watch = MachineWatch(ranks, pulse, self, roster)
+        elif self.run.faults.live:
             roster = Roster(pulse.folder, self.run.plan, self.run.faults.spares, self.condemned)
             roster.begin()
             watch = LiveWatch(ranks, pulse, self, roster)
@@ -209,7 +220,7 @@ class Supervisor:
             self.order,
             place=msgspec.structs.replace(place, **beside),
             beats=str(meeting),
-            shared=str(meeting),
+            shared=str(self.machines.job if self.machines is not None else meeting),
             log=str(logs / f"rank{rank}.txt"),
             speaks=rank == 0,
             attempt=self.number,
@@ -412,6 +423,85 @@ class LiveWatch(Watch):
         return self._judge([one for one in seen if self.roster.replica_of[one.rank] not in self.roster.idle])
 
 
+class MachineWatch(LiveWatch):
+    """The same on one machine of several, which does not see the others' ranks."""
+
+    def __init__(self, ranks: Ranks, pulse: HeartbeatReader, supervisor: Supervisor, roster: MachineRoster) -> None:
+        super().__init__(ranks, pulse, supervisor, roster)
+        self.among = roster
+        self.waiting: set[int] = set()  # replicas that are started again once the others can be heard
+
+    def until_end(self) -> Failure | None:
+        """As of one machine; the others hear how this one ended, and end too if they cannot do without it."""
+        verdict = super().until_end()
+        code = Exit.DONE if verdict is None else verdict.code
+        self.among.machines.close(code, verdict if verdict is not None and self._ends_all(verdict) else None)
+        return verdict
+
+    def _ends_all(self, verdict: Failure) -> bool:
+        """Whether the others must end too: they need not for what took replicas of this machine alone."""
+        is_own = not self.begun or verdict.kind in ("stopped", *RESTARTABLE)
+        return not (is_own and self.among.train_elsewhere())
+
+    def start(self, replicas: set[int]) -> None:
+        self.waiting |= replicas
+        if self.among.may_start():
+            super().start(self.waiting)
+            self.waiting = set()
+
+    def _have_ended(self, codes: Mapping[int, int | None]) -> bool:
+        if self.begun:
+            return super()._have_ended(codes)
+        return bool(self.among.ended_elsewhere())  # who comes too late has nobody to go on with
+
+    def _ended(self, codes: Mapping[int, int | None]) -> Failure | None:
+        """The same, once the others have ended too, one of whom leaves the model."""
+        grace = self.supervisor.run.faults.grace_seconds if Exit.PREEMPTED in codes.values() else float("inf")
+        deadline = time.monotonic() + grace  # one of them may have a save to finish
+        while not self._is_done() and self.among.machines.of_job():
+            if time.monotonic() > deadline:
+                break
+            time.sleep(LOOK_SECONDS)
+        if not self.begun and Exit.PREEMPTED in self.among.ended_elsewhere():
+            return self._stopped()
+        verdict = super()._ended(codes)
+        is_whole = verdict is not None or self._is_done()
+        return verdict if is_whole else _alone("the machine that was to leave the model is gone")
+
+    def _look(self) -> Failure | None:
+        if (verdict := self.among.replaced() or super()._look() or self.among.failed_elsewhere()) is not None:
+            return verdict
+        for lost in self.among.take_lost():
+            if (verdict := self._lost(lost)) is not None:
+                return verdict
+        if out := self.among.left_out():
+            which = ", ".join(map(str, sorted(out)))
+            what = f"the others do not hear this machine, and go on without replica {which}"
+            verdict = msgspec.structs.replace(_alone(what), cause="the network between the machines is cut, or was")
+            ranks = {rank for replica in out for rank in self.among.ranks[replica]}
+            if (verdict := self._survived(verdict, ranks)) is not None:
+                return verdict
+        if self.waiting:
+            self.start(set())
+        return None
+
+    def _lost(self, lost: Lost) -> Failure | None:
+        """Another machine is gone: say so; the verdict where nobody is left who has a state."""
+        details = self.folder / "faults" / f"node-{time.time_ns()}"
+        verdict = failure.of_lost(lost, list(self.seen.values()), details)
+        if not self.begun and not self.among.train_elsewhere():
+            return verdict
+        remedy = "nothing: the others go on; start the same command there again, and it comes back"
+        verdict = msgspec.structs.replace(verdict, remedy=remedy)
+        failure.keep(verdict, {}, details)
+        self.supervisor.say(str(verdict))
+        return None
+
+
+def _alone(what: str) -> Failure:
+    return Failure(kind="killed", code=Exit.RESUMABLE, what=what, where=socket.gethostname(), remedy=failure.AGAIN)
+
+
 def report_hang(
     hang: Hang, seen: Mapping[int, RankStatus], words: Mapping[int, str], pulse: HeartbeatReader, details: Path
 ) -> Failure:
@@ -425,7 +515,8 @@ def set_aside(folder: Path, good_until: int) -> None:
     """Rename checkpoints whose state is in doubt, so that no run resumes from them and nothing is lost."""
     for step in present(home := folder / CHECKPOINTS):
         if step > good_until:
-            (home / step_name(step)).rename(home / f"suspect-{step_name(step)}")
+            with contextlib.suppress(FileNotFoundError):  # another machine has done it
+                (home / step_name(step)).rename(home / f"suspect-{step_name(step)}")
 
 
 def newest_step(folder: Path) -> int:

@@ -32,9 +32,7 @@ class LiveOuterLoop(OuterLoop):
     @torch.no_grad()
     def meet(self, step: int, loss: Tensor, tokens: int, votes: Tensor) -> Meeting | None:
         """After the update of a step: sync if that is due. MovedError: the others did so without this replica."""
-        self.loss = self.loss + loss
-        self.tokens += tokens
-        if not self.calendar.meets(step):
+        if not self._counted(step, loss, tokens):
             return None
         self.live.met = False
         return self.sync(votes, self.live.generation.number)

@@ -40,6 +40,7 @@ from meshwright.runtime.records import (
     TextRecord,
     line,
     read_line,
+    shifted,
 )
 from meshwright.spec.units import GIB
 from meshwright.train.loop import EvalResult, StepResult
@@ -390,10 +391,13 @@ class Recorder:
         self._keep(event)
         self.screen.say(f"warning: step {event.step}: {event.text}")
 
-    def adopt(self, rank: int) -> int:
-        """Take over from another rank's records what this one missed while it was away or behind; the newest step."""
+    def adopt(self, rank: int, ahead: float) -> int:
+        """Take over from another rank's records what this one missed while it was away or behind; the newest step.
+
+        `ahead`: what the monotonic clock of that rank's machine must be shifted by to be this one's.
+        """
         whole = (self.folder / f"steps.rank{rank}.jsonl").read_bytes()
-        theirs = [read_line(text) for text in whole[: whole.rfind(b"\n") + 1].splitlines()]
+        theirs = [shifted(read_line(text), ahead) for text in whole[: whole.rfind(b"\n") + 1].splitlines()]
         # After a restart steps come again, so the largest need not be the last.
         last = next((mark for each in reversed(self.past) if (mark := _mark(each))), None)
         known = [place for place, each in enumerate(theirs) if last is not None and _mark(each) == last]

@@ -382,10 +382,10 @@ def phase_table() -> PhaseTable:
         waiting=(
             _mark("", context.arrived)[:2],
             _mark("", parameter_server.ParameterServer._take)[:2],
-            _mark("", survivors._arrived)[:2],
+            _mark("", survivors.Survivors._arrived)[:2],
+            _mark("", survivors.Survivors._aside)[:2],
             _mark("", generations.pause)[:2],
             _mark("", Evaluator._wait)[:2],
-            (_mark("", survivors.Survivors)[0], "_connected"),
         ),
     )
 

@@ -9,6 +9,7 @@ failure in the middle of an exchange needs no vote of its own. As in torchft, re
 exchanges; unlike there, no sample is left out.
 """
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,7 @@ from meshwright.runtime.failure import AGAIN, Exit, Failure, FailureError
 from meshwright.runtime.generations import Generation, RankPosition
 from meshwright.runtime.place import Place, RankSpec
 from meshwright.runtime.records import EventRecord
+from meshwright.spec.problem import InputError, Problem
 from meshwright.train.faults import compared
 from meshwright.train.live_outer import CALLED, LiveOuterLoop
 from meshwright.train.loop import EvalResult, Stop, held_sums, is_due
@@ -44,13 +46,16 @@ from meshwright.train.saving import DueSave, NoSave, Save, Vote, holdings, savin
 from meshwright.train.state import MovedError, State
 from meshwright.train.step import choose
 from meshwright.train.timeline import moment
-from meshwright.train.world import MEETING, StoppedError
+from meshwright.train.world import MEETING, StoppedError, facts
 
 CONNECT = timedelta(seconds=30)  # in which the ranks of a generation, who have all said that they are there, connect
 GIVEN_UP_SECONDS = 120.0  # without a generation after a group broke: then there is no supervisor
 RECORD_SECONDS = 2.0  # in which a peer has written the record of a step that it has made
 MOST_BREAKS = 5  # of groups in a row in which nobody was lost: then it is no accident
 BUCKET = 1 << 24  # elements that are exchanged at a time
+WAIT = timedelta(milliseconds=100)  # for others, until it is looked who is still there
+SAME_CLOCK = 1.0  # second by which the clocks of one machine may seem to differ
+GONE = "a member was lost, or a newer generation has begun"
 FAILED = 2.0**40  # in the number that carries wishes to stop, words on saves and CALLED, above all of these
 NOTHING = RankPosition(step=-1, evaluated=False, leads=False)
 Answer = TypeVar("Answer")
@@ -108,7 +113,9 @@ class Survivors:
         self.by_tree = clip.choose(run.plan) is deterministic.measured  # deterministic mode
         self.generation = Generation(number=0, members=(), starts=(0,) * len(self.ranks))
         self.newest = self.generation  # that has begun, though this rank may not have entered it
+        self.facts = hashlib.sha256(msgspec.json.encode(sorted(facts(run).items()))).hexdigest()
         self.group: Any = None  # of torch's Gloo, outside its registry
+        self.abandoned: list[Any] = []  # groups in which something still waits; to end one would wait for it too
         self.leads = False
         self.evaluated = -1  # the step after which the last validation loss was taken
         self.equal_at = 0  # the step after which members were last seen to hold the same
@@ -120,8 +127,9 @@ class Survivors:
         self.why = ""  # the last one broke
         self.events: list[EventRecord] = []
         self.away: dict[int, tuple[int, float]] = {}  # replicas that are missing: since which step, since when
-        self.adopt: Callable[[int], int] = lambda rank: 0  # the records of a rank that was ahead; up to which step
+        self.adopt: Callable[[int, float], int] = lambda rank, ahead: 0  # a peer's records; up to which step
         self.giver = self.rank  # whose state this rank was given last
+        self.ahead = 0.0  # of this machine's monotonic clock, that of the giver's
         self.state: State
         self.parts: dict[int, Loader]
 
@@ -155,7 +163,7 @@ class Survivors:
         assert isinstance(self.state.outer, LiveOuterLoop)
         self.state.outer.sync(torch.zeros((), dtype=torch.float64), cast_in=0)
         deadline = time.monotonic() + RECORD_SECONDS
-        while self.adopt(self.giver) < self.state.step and time.monotonic() < deadline:
+        while self.adopt(self.giver, self.ahead) < self.state.step and time.monotonic() < deadline:
             generations.pause()
 
     def between(self) -> Iterator[EvalResult]:
@@ -331,7 +339,7 @@ class Survivors:
         options.timeout = MEETING
         from_each = [share * owners.count(member) for member in members]
         to_each = [share * len(mine)] * len(members)
-        _arrived(self.group.alltoall_base(received, sent, from_each, to_each, options))
+        self._arrived(self.group.alltoall_base(received, sent, from_each, to_each, options))
         # They come by member, and of each in the order of its parts.
         order = [part for member in members for part in range(parts) if owners[part] == member]
         by_part = received.view(parts, share)[torch.tensor([order.index(part) for part in range(parts)])]
@@ -342,7 +350,7 @@ class Survivors:
         if self.group is not None:
             options = dist.AllreduceOptions()
             options.timeout = MEETING
-            _arrived(self.group.allreduce([mine], options))
+            self._arrived(self.group.allreduce([mine], options))
         return mine
 
     def gather(self, mine: Tensor) -> Tensor:
@@ -352,8 +360,44 @@ class Survivors:
         rows = mine.new_empty(len(self.generation.members), *mine.shape)
         options = AllgatherOptions()
         options.timeout = MEETING
-        _arrived(self.group._allgather_base(rows.view(-1), mine.reshape(-1), options))
+        self._arrived(self.group._allgather_base(rows.view(-1), mine.reshape(-1), options))
         return rows
+
+    def _arrived(self, work: Any) -> None:
+        """Wait for the other members, until one of them is known to be lost: a machine without power closes no socket.
+
+        A watcher knows a rank in here to be waiting.
+        """
+        deadline = time.monotonic() + MEETING.total_seconds()
+        while time.monotonic() < deadline:
+            with suppress(RuntimeError):  # not yet; or never
+                work.wait(WAIT)
+            if work.is_completed():
+                break
+            if self._is_bereft():
+                self.abandoned.append((self.group, work))
+                raise RuntimeError(GONE)
+        work.wait(WAIT)  # raises what went wrong
+
+    def _aside(self, act: Callable[[], None], is_over: Callable[[], bool]) -> None:
+        """Wait in a thread of its own for what nothing ends if a member is killed meanwhile: it is left alone there."""
+        errors = list[RuntimeError]()
+
+        def tried() -> None:
+            try:
+                act()
+            except RuntimeError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=tried, name="aside", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(generations.LOOK_SECONDS)
+            if thread.is_alive() and is_over():
+                self.abandoned.append(self.group)
+                raise RuntimeError(GONE)
+        if errors:
+            raise errors[0]
 
     def attempt(self, ask: Callable[[], Answer]) -> Answer | None:
         """Ask the other members; None if one of them was lost meanwhile, and a new generation has begun."""
@@ -474,16 +518,27 @@ class Survivors:
         number = self.generation.number
         evaluated = self.evaluated == self.state.step
         mine = RankPosition(step=self.state.step, evaluated=evaluated, leads=self.leads, met=self.met)
-        generations.stand(self.folder, number, self.rank, mine if self.intact else NOTHING)
+        mine = mine if self.intact else NOTHING
+        clock = time.time() - time.monotonic()
+        generations.stand(self.folder, number, self.rank, msgspec.structs.replace(mine, clock=clock, facts=self.facts))
         everyone = [rank for member in self.generation.members for rank in self.ranks[member]]
         while (found := generations.standings(self.folder, number, everyone)) is None:
             if self._is_called():
                 return None
             generations.pause()
+        self._agree(found)
         return {
             member: generations.together([found[rank] for rank in self.ranks[member]])
             for member in self.generation.members
         }
+
+    def _agree(self, found: dict[int, RankPosition]) -> None:
+        """Refuse to go on with other code, versions or run file than those who have the state."""
+        others = {rank: each for rank, each in found.items() if each.step >= 0}
+        odd = [rank for rank, each in others.items() if each.facts != self.facts]
+        if odd and (not self.intact or len(others) == len(found)):
+            what = f"rank {self.rank} and rank {odd[0]} have different code, versions or run files"
+            raise InputError([Problem(what, "start every machine with the same code, environment and run file")])
 
     def _connected(self) -> Any:
         """The group of this rank's peers: those that have its place in other replicas."""
@@ -492,23 +547,9 @@ class Survivors:
             return None
         store = dist.FileStore(str(self.folder / f"group.{self.generation.number}"), -1)
         own = dist.PrefixStore(str(self.inner), store)
-        made, errors = list[Any](), list[RuntimeError]()
-
-        def connect() -> None:
-            try:
-                made.append(dist.ProcessGroupGloo(own, members.index(self.replica), len(members), CONNECT))
-            except RuntimeError as error:
-                errors.append(error)
-
-        # Nothing ends the wait for a member that is killed meanwhile: it is left alone, in a thread of its own.
-        thread = threading.Thread(target=connect, name="connect", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(generations.LOOK_SECONDS)
-            if thread.is_alive() and self._is_called():
-                raise RuntimeError("a newer generation has begun")
-        if errors:
-            raise errors[0]
+        made = list[Any]()
+        place, count = members.index(self.replica), len(members)
+        self._aside(lambda: made.append(dist.ProcessGroupGloo(own, place, count, CONNECT)), self._is_called)
         return made[0]
 
     def _catch_up(self, found: dict[int, RankPosition]) -> bool:
@@ -521,6 +562,8 @@ class Survivors:
         self.leads = leaders[0] == self.replica
         behind = [member for member in found if member not in ahead]
         if self.replica in behind:
+            apart = found[ahead[0]].clock - (time.time() - time.monotonic())
+            self.ahead = apart if abs(apart) > SAME_CLOCK else 0.0
             self._receive(ahead[0])
         elif self.replica == ahead[0]:
             for member in behind:
@@ -533,18 +576,22 @@ class Survivors:
         own = (state.step, self.met, self.evaluated, state.loader.shift, state.stopped, state.optimizer.count.item())
         head = torch.tensor([*own, state.scale.value.item(), state.scale.streak.item()], dtype=torch.float64)
         for tensor in (head, *self._held()):
-            _arrived(self.group.send([tensor.detach().cpu().contiguous()], to, 0), MEETING)
+            own_copy = tensor.detach().cpu().contiguous()
+            self._aside(lambda sent=own_copy: self.group.send([sent], to, 0).wait(MEETING), self._is_bereft)
 
     def _receive(self, member: int) -> None:
         """The same from there."""
         state, source = self.state, self.generation.members.index(member)
         self.intact = False
         head = torch.zeros(8, dtype=torch.float64)
-        _arrived(self.group.recv([head], source, 0), MEETING)
+
+        def arrived(into: Tensor) -> Tensor:
+            self._aside(lambda: self.group.recv([into], source, 0).wait(MEETING), self._is_bereft)
+            return into
+
+        arrived(head)
         for tensor in self._held():
-            arriving = torch.empty(tensor.shape, dtype=tensor.dtype)
-            _arrived(self.group.recv([arriving], source, 0), MEETING)
-            tensor.detach().copy_(arriving)
+            tensor.detach().copy_(arrived(torch.empty(tensor.shape, dtype=tensor.dtype)))
         step, met, evaluated, shift, stopped, updates, scale, streak = head.tolist()
         self.met, self.is_guest = bool(met), not met
         precision.refresh(state.chunks)
@@ -556,7 +603,7 @@ class Survivors:
         state.scale.streak.fill_(streak)
         state.loader.start_at(int(shift) + state.step * self.run.batch, state.step)
         self.intact, self.giver = True, self.ranks[member][self.inner]
-        self.adopt(self.giver)
+        self.adopt(self.giver, self.ahead)
 
     def _held(self) -> list[Tensor]:
         """What a checkpoint would have of this rank's state, saved by whomever."""
@@ -627,14 +674,6 @@ def _named(ranks: list[int]) -> str:
 def _left_alone(what: str) -> FailureError:
     """There is nobody to go on with: the supervisor starts all ranks again, from the newest checkpoint."""
     return FailureError(Failure(kind="killed", code=Exit.RESUMABLE, what=what, remedy=AGAIN))
-
-
-def _arrived(work: Any, most: timedelta = timedelta(0)) -> None:
-    """Wait for the other members; a watcher knows a rank in here to be waiting.
-
-    Sums and gathers have their time limit with them. Of a state that is sent the group's own would be too short.
-    """
-    work.wait(most)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -292,6 +292,7 @@ def test_the_figures_of_the_search_are_the_records():
 def test_the_figures_of_live_survivors_are_the_records():
     record = json.loads((ROOT / "results" / "survivors.json").read_text())
     pages.agree(ROOT / "docs" / "faults.md", "survivors", script("survivors").table(record))
+    pages.agree(ROOT / "docs" / "faults.md", "machines", script("survivors").machine_table(record))
     pages.agree(ROOT / "README.md", "survivors", script("survivors").told(record))
 
 

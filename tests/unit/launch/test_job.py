@@ -118,6 +118,10 @@ def test_every_remedy_of_a_layout_is_one():
         ),
         (["--cluster", "2x8xh100", "--shared", "faults.live=true"], "faults.live needs our own starter"),
         (["--cluster", "2x8xh100", "--on", "mpi", "faults.memory_every=5"], "faults.memory_every needs our own"),
+        (
+            ["--cluster", "2x8xh100", "--on", "torchrun", "--shared", "faults.live=true", "faults.spares=1"],
+            "faults.spares needs our own starter",
+        ),
         (["--cluster", "2x8xh100", "--nodes", "3"], "--nodes is for --node-rank, not for --on slurm"),
         (["--on", "mpi", "--node-rank", "0"], "--on cannot be combined with --node-rank"),
         (["--requeues", "0", "--node-rank", "0"], "--requeues cannot be combined with --node-rank"),
@@ -140,6 +144,18 @@ def test_launch_refuses_before_anything_is_written(options, told, capsys, tmp_pa
     assert main(["launch", *WORDS, *options, *on]) in (2, 3)
     assert told in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_live_survivors_have_a_launcher_of_ours_on_each_machine(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    live = ["--cluster", "2x8xh100", "--on", "torchrun", "--shared", "--folder", "run", "faults.live=true"]
+    assert main(["launch", *WORDS, *live]) == 0
+    assert sorted(file.name for file in (tmp_path / "launch").glob("*/*")) == ["node.sh", "run.toml"]
+    assert "node.sh 0" in capsys.readouterr().out
+    three = ["plan.replicate=3", "batch=96", "--nodes", "2", "--ranks-per-node", "12", "--node-rank", "0"]
+    assert main(["launch", *WORDS, *three, "--master", "127.0.0.1", "--folder", "run", "faults.live=true"]) == 2
+    assert "needs whole replicas on each of 2 machines, and there are 3" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_save_is_given_the_time_of_its_bytes_and_the_step_before_it(capsys):

@@ -85,23 +85,23 @@ def test_a_datagram_that_comes_twice_is_heard_once():
 
 def test_only_what_is_sealed_with_the_key_is_opened():
     datagram = nodes.sealed(word(), SECRET)
-    assert nodes.opened(datagram, SECRET) == word()
-    assert nodes.opened(datagram, b"x" * 32) is None
-    assert nodes.opened(datagram, b"") is None
+    assert nodes.opened(datagram, SECRET, NodeMessage) == word()
+    assert nodes.opened(datagram, b"x" * 32, NodeMessage) is None
+    assert nodes.opened(datagram, b"", NodeMessage) is None
     chance = random.Random(3)
     for _ in range(300):
         place = chance.randrange(len(datagram))
         flipped = bytearray(datagram)
         flipped[place] ^= 1 << chance.randrange(8)
-        assert nodes.opened(bytes(flipped), SECRET) is None
-        assert nodes.opened(chance.randbytes(chance.randrange(MOST_BYTES + 10)), SECRET) is None
+        assert nodes.opened(bytes(flipped), SECRET, NodeMessage) is None
+        assert nodes.opened(chance.randbytes(chance.randrange(MOST_BYTES + 10)), SECRET, NodeMessage) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"node":1}', b"[" * 1100, b'{"number":1e400}', b"\xff"])
 def test_a_sealed_word_that_makes_no_sense_is_thrown_away(content):
     import hmac
 
-    assert nodes.opened(hmac.digest(SECRET, content, "sha256") + content, SECRET) is None
+    assert nodes.opened(hmac.digest(SECRET, content, "sha256") + content, SECRET, NodeMessage) is None
 
 
 def test_the_longest_word_has_room_in_a_datagram():

@@ -1,0 +1,115 @@
+"""Machines whose replicas can do without each other: all of one is killed, and its command is started again."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import environment, free_port, meshwright, write_text
+from waiting import HANG
+
+from meshwright.runtime.machines import FOLDER
+from meshwright.runtime.records import AttemptRecord, EventRecord, StepRecord, read_line
+from meshwright.verify.rehearse import model_digest
+
+STEPS = 90
+SLOW = "slow:1:2"  # sleeps behind every microbatch, or these steps would be over before a machine has started again
+RUN = [
+    *("arch.preset=tiny", "arch.layers=2", "sequence=16", "batch=4", f"steps={STEPS}", "eval.every=25"),
+    *("eval.batches=1", "eval.sample_tokens=0", "data.source=my/*.txt", "plan.microbatch=1"),
+    *("plan.deterministic=true", "checkpoint.every=0"),
+]  # nothing is ever saved, so there is nothing else that the state could come from
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("user")
+    write_text(folder)
+    done = meshwright("train", *RUN, "plan.grad_accum=4", "--ranks", "1", "--folder", "reference", folder=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+class Launchers:
+    """The command of each machine, two for the plan and a spare; all are this one, and meet at its loopback address."""
+
+    def __init__(self, user: Path) -> None:
+        self.user = user
+        words = ["plan.replicate=2", "plan.grad_accum=2", "faults.live=true", "faults.spares=1"]
+        options = {"nodes": 3, "ranks-per-node": 1, "master": f"127.0.0.1:{free_port()}", "folder": "run"}
+        shape = [f"--{name}={value}" for name, value in {**options, "inject": SLOW}.items()]
+        launch = [sys.executable, "-m", "meshwright", "launch", *RUN, *words, "faults.meet_seconds=300"]
+        self.command = [*launch, *shape, "--node-rank"]
+        self.running = {number: self.start(number) for number in range(3)}
+
+    def start(self, number: int) -> "subprocess.Popen[str]":
+        own = environment(self.user, OMP_NUM_THREADS="1")
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen([*self.command, str(number)], cwd=self.user, env=own, text=True, **pipes)
+
+    def records(self, rank: int) -> list[object]:
+        file = self.user / "run" / f"steps.rank{rank}.jsonl"
+        return [read_line(line) for line in file.read_bytes().split(b"\n")[:-1]] if file.exists() else []
+
+    def steps(self, rank: int) -> int:
+        return sum(isinstance(each, StepRecord) for each in self.records(rank))
+
+    def until(self, is_so: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + HANG
+        while not is_so():
+            assert time.monotonic() < deadline, what
+            assert all(each.poll() is None for each in self.running.values()), f"a machine has ended: {what}"
+            time.sleep(0.05)
+
+    def is_ready(self, number: int) -> bool:
+        """Whether a machine's replica has built its model, and waits."""
+        lease = json.loads((self.user / "run" / FOLDER / f"machine.{number}.json").read_bytes())
+        return [seat["state"] for seat in lease["seats"]] == ["ready"]
+
+    def kill(self, number: int) -> None:
+        """All of a machine: ranks and fork server end with their launcher."""
+        gone = self.running.pop(number)
+        gone.kill()
+        gone.communicate()
+
+
+@pytest.fixture(scope="module")
+def launchers(user):
+    machines = Launchers(user)
+    yield machines
+    for each in machines.running.values():
+        each.kill()
+        each.wait()
+
+
+def test_machines_are_killed_and_others_take_their_place_with_the_state_of_a_peer(user, launchers):
+    """The first, which decides; a spare is there. It is the spare when it is back, and takes the second one's place."""
+    launchers.until(lambda: launchers.steps(1) >= 5 and launchers.is_ready(2), "they train, and the spare waits")
+    launchers.kill(0)
+    launchers.until(lambda: launchers.steps(2) > 7, "the spare trains")
+    launchers.running[0] = launchers.start(0)
+    launchers.until(lambda: launchers.is_ready(0), "the first is back")
+    launchers.kill(1)
+    said = {number: each.communicate(timeout=HANG)[0] for number, each in launchers.running.items()}
+    assert {number: each.returncode for number, each in launchers.running.items()} == {0: 0, 2: 0}, said
+    assert "(rank 0) is unreachable" in said[2]
+    assert "(rank 1) is unreachable" in said[2]
+    assert "joining the others" in said[0]
+    assert model_digest(user / "run") == model_digest(user / "reference") != ""
+    assert not (user / "run" / "checkpoints").exists()
+    told = {(each.what, each.rank) for each in launchers.records(2) if isinstance(each, EventRecord)}
+    assert told >= {("lost", 1), ("back", 0)}  # it was none of them yet when the first was lost
+    for rank in (0, 2):
+        kept = [each for each in launchers.records(rank) if isinstance(each, StepRecord)]
+        assert [each.step for each in kept] == list(range(1, STEPS + 1))
+        assert sum(isinstance(each, AttemptRecord) for each in launchers.records(rank)) == 1
+
+
+def test_a_finished_run_is_only_shown(launchers):
+    again = launchers.start(1)
+    said, _ = again.communicate(timeout=HANG)
+    assert again.returncode == 0
+    assert "has finished this run" in said

@@ -5,6 +5,7 @@ command ends with all that it started. It is told by a file what to do, and leav
 """
 
 import ctypes
+import json
 import os
 import shutil
 import signal
@@ -14,7 +15,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from threading import Thread
+from typing import IO, Any, Literal
 
 import msgspec
 
@@ -26,6 +28,7 @@ ORDER, RESULT = "order.json", "result.json"
 LOOK_SECONDS = 0.1
 GRACE_SECONDS = 5.0  # between asking a command to end and ending it
 TAIL_BYTES = 64 * 1024  # of what it said that are looked at
+MOST_SAID_BYTES = 64 * 1024**2  # that are kept of what it said, from the beginning; beyond them, its end
 MOST_NUMBERS, MOST_JSON_BYTES = 64, 10**7
 # What tells a process that it is a rank of a job: a command is none.
 RANK_VARIABLES = (
@@ -118,23 +121,53 @@ def _run(
     words: Sequence[str], output: Path, seconds: float, parent: int, asked: Sequence[int]
 ) -> tuple[State, int | None]:
     deadline = time.monotonic() + seconds
-    with open(output, "wb") as stream:
+    with open(output, "wb", buffering=0) as stream:
         try:
             process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         except OSError as error:
             stream.write(f"{words[0]}: {error.strerror}\n".encode())
             return "failed", None
-        while process.poll() is None:
-            late, alone = time.monotonic() > deadline, os.getppid() != parent
-            if late or alone or asked:
-                # A rank that is gone may be started again soon, and write where this command reads.
-                end_group(process, 0.0 if alone else GRACE_SECONDS)
-                return "timeout" if late else "stopped", None
-            time.sleep(LOOK_SECONDS)
-        end_group(process)  # what it started and left behind
+        assert process.stdout is not None, "a pipe was asked for"
+        listener = Thread(target=keep, args=(process.stdout, stream), daemon=True)
+        listener.start()
+        try:
+            return _ended(process, deadline, parent, asked)
+        finally:
+            listener.join(GRACE_SECONDS)  # nobody is left who could say more
+
+
+def _ended(
+    process: "subprocess.Popen[bytes]", deadline: float, parent: int, asked: Sequence[int]
+) -> tuple[State, int | None]:
+    while process.poll() is None:
+        late, alone = time.monotonic() > deadline, os.getppid() != parent
+        if late or alone or asked:
+            # A rank that is gone may be started again soon, and write where this command reads.
+            end_group(process, 0.0 if alone else GRACE_SECONDS)
+            return "timeout" if late else "stopped", None
+        time.sleep(LOOK_SECONDS)
+    end_group(process)  # what it started and left behind
     return "failed" if process.returncode else "done", process.returncode
+
+
+def keep(source: IO[bytes], file: IO[bytes], most: int = MOST_SAID_BYTES) -> None:
+    """Write what a command says to a file as it comes; of more than so many bytes the last, when all is said."""
+    room, rest, dropped = most, bytearray(), 0
+    while said := os.read(source.fileno(), TAIL_BYTES):
+        with suppress(OSError):  # of a full disk the command need not know
+            file.write(said[:room])
+        rest += said[room:]
+        room = max(room - len(said), 0)
+        dropped += max(len(rest) - TAIL_BYTES, 0)
+        del rest[:-TAIL_BYTES]
+    with suppress(OSError):
+        file.write((f"\n[{dropped} bytes are left out here]\n".encode() if dropped else b"") + rest)
 
 
 def end_group(process: "subprocess.Popen[bytes]", grace: float = GRACE_SECONDS) -> None:
@@ -181,7 +214,10 @@ def last_line(file: Path) -> str:
 
 
 def numbers(file: Path, output: Path) -> dict[str, float]:
-    """What a command measured: the JSON object of its last line, or of the newest JSON file that it wrote."""
+    """What a command measured: the JSON object of its last line, or of the newest JSON file that it wrote.
+
+    NaN and Infinity, which Python writes and no standard has, are read as what they are.
+    """
     found = _object(last_line(file).encode())
     if found is None:
         files = sorted((path for path in output.rglob("*.json") if path.is_file()), key=lambda one: one.stat().st_mtime)
@@ -200,8 +236,8 @@ def _small(file: Path) -> bytes:
 
 def _object(text: bytes) -> dict[str, Any] | None:
     try:
-        found = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        found = json.loads(text)
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

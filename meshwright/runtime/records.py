@@ -82,7 +82,7 @@ class CommandRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     seconds: float = 0.0
     code: int | None = None  # its exit code, where it has ended by itself
     numbers: dict[str, float] = {}  # that it gave
-    text: str = ""  # why it has none, or the last line that it said
+    text: str = ""  # why it has none, or the last line that it said; and which of its numbers are not finite
     folder: str = ""  # where all that it said and wrote is
     at: float = 0.0
 

@@ -280,7 +280,8 @@ class Watch:
     def _look(self) -> Failure | None:
         seen = self.pulse.look()
         self.seen = {one.rank: one for one in seen}
-        return self._judge(seen)
+        # Who has ended by itself is not waited for: rank 0 may be at the last eval.command.
+        return self._judge([one for one in seen if one.state != "Z"])
 
     def _judge(self, seen: list[RankStatus]) -> Failure | None:
         """Whether somebody hangs."""
@@ -337,7 +338,8 @@ class Watch:
             self.stopping_since = time.monotonic()
             if all(one.beat.restored < 0 for one in self.seen.values()):
                 return self._stopped()  # no step was begun: there is nothing to save
-            self.supervisor.say(f"interrupted: saving a checkpoint, within {grace:g} s")
+            what = "all steps are done; ending eval.command" if self._is_done() else "saving a checkpoint"
+            self.supervisor.say(f"interrupted: {what}, within {grace:g} s")
             self.ranks.signal(signal.SIGTERM)
         if asked.interrupts >= INTERRUPTED or time.monotonic() - self.stopping_since > grace:
             return self._stopped(saved=False)
@@ -349,11 +351,15 @@ class Watch:
         interrupted = self.supervisor.asked.interrupts > 0 or by_file
         how = "interrupted" if interrupted else "stopped by SIGTERM"
         what = f"checkpoint saved at step {step}" if saved and step >= 0 else "ended before a checkpoint was complete"
+        remedy = failure.AGAIN
+        if self._is_done():
+            what = "all steps are done, and the last eval.command is not"
+            remedy = "nothing is lost but its numbers: run it by hand on what `meshwright convert` writes"
         return Failure(
             kind="stopped",
             code=Exit.INTERRUPTED if interrupted else Exit.PREEMPTED if saved else Exit.RESUMABLE,
             what=f"{f'stopped by the file {run_folder.STOP}' if by_file else how}, {what}",
-            remedy=failure.AGAIN,
+            remedy=remedy,
             details=str(self.folder),
             step=step,
         )

@@ -5,6 +5,7 @@ which training waits for; it becomes a Hugging Face folder, and the command runs
 """
 
 import gc
+import math
 import shutil
 import sys
 import time
@@ -226,7 +227,9 @@ def outcome(step: int, folder: Path, result: Result) -> CommandRecord:
     """What became of a command, from the files that it left."""
     file = errand.said(folder, result.name or COMMAND)
     is_done = result.state == "done"
-    found = errand.numbers(file, folder / "output") if is_done else {}
+    given = errand.numbers(file, folder / "output") if is_done else {}
+    found = {name: value for name, value in given.items() if math.isfinite(value)}
+    strange = ", ".join(name for name in given if name not in found)
     words = {"timeout": "it took longer than eval.command_seconds", "stopped": "training ended before it"}
     text = words.get(result.state) or errand.last_line(file)
     if result.name == EXPORT and result.state == "failed":
@@ -237,7 +240,7 @@ def outcome(step: int, folder: Path, result: Result) -> CommandRecord:
         seconds=result.seconds,
         code=result.code,
         numbers=found,
-        text="" if found else text[-500:],
+        text=f"not finite: {strange}"[:500] if strange else "" if found else text[-500:],
         folder=str(folder),
     )
 
@@ -258,7 +261,8 @@ def command_line(record: CommandRecord) -> str:
     if record.state == "done":
         shown = ", ".join(f"{name} {value:.4g}" for name, value in list(record.numbers.items())[:SHOWN])
         more = f" and {len(record.numbers) - SHOWN} more" if len(record.numbers) > SHOWN else ""
-        return f"{who}: {shown + more or printable(record.text) or 'done'} ({record.seconds:.0f} s)"
+        said = "; ".join(part for part in (shown + more, printable(record.text)) if part)
+        return f"{who}: {said or 'done'} ({record.seconds:.0f} s)"
     if record.state == "skipped":
         return f"{who} is left out, and so are those of later steps: {record.text}"
     code = f" with exit code {record.code}" if record.code else ""

@@ -118,6 +118,13 @@ def test_what_fails_is_said_in_one_line(tmp_path, result, told):
     assert "\n" not in line
 
 
+def test_numbers_that_are_not_finite_are_named_and_the_others_read(tmp_path):
+    (tmp_path / "command.txt").write_text('{"acc": 0.5, "loss": NaN}')
+    record = outcome(7, tmp_path, Result(state="done", name="command", code=0, seconds=1.0))
+    assert (record.numbers, record.text) == ({"acc": 0.5}, "not finite: loss")
+    assert command_line(record) == "eval.command of step 7: acc 0.5; not finite: loss (1 s)"
+
+
 def test_questions_of_a_chat_are_asked_through_its_template(home):
     run, words = a_run(home), byte_level()
     (tokens,) = encoded(run, ("Why?",), words)

@@ -56,11 +56,26 @@ def test_no_number_and_no_file_of_a_command_ends_training(tmp_path):
     said, output = tmp_path / "command.txt", tmp_path / "output"
     said.write_text('{"huge": 1' + "0" * 400 + ', "acc": 0.5}')
     assert errand.numbers(said, output) == {"acc": 0.5}
+    said.write_text('{"acc": 0.5, "loss": NaN, "more": {"best": -Infinity}}')  # as Python writes them
+    assert repr(errand.numbers(said, output)) == "{'acc': 0.5, 'loss': nan, 'more/best': -inf}"
     output.mkdir()
     (output / "b.json").write_text('{"acc": 0.25}')
     (output / "c.json").symlink_to("/proc/self/mem")  # not to be read, though it may be opened
     said.write_text("no numbers")
     assert errand.numbers(said, output) == {"acc": 0.25}
+
+
+def test_a_command_that_says_too_much_has_its_beginning_and_its_end(tmp_path):
+    file, most = tmp_path / "command.txt", 1000
+    text = b"begin " + b"x" * 3 * errand.TAIL_BYTES + b'\n{"acc": 0.5}\n'
+    with open(file, "wb", buffering=0) as stream, open(tmp_path / "said", "wb+", buffering=0) as source:
+        source.write(text)
+        source.seek(0)
+        errand.keep(source, stream, most)
+    kept = file.read_bytes()
+    left_out = len(text) - most - errand.TAIL_BYTES
+    assert kept == text[:most] + f"\n[{left_out} bytes are left out here]\n".encode() + text[-errand.TAIL_BYTES :]
+    assert errand.numbers(file, tmp_path) == {"acc": 0.5}
 
 
 def test_the_first_that_fails_is_the_last(tmp_path):

@@ -1,5 +1,7 @@
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,7 +12,8 @@ from meshwright.runtime import failure as words
 from meshwright.runtime import heartbeat as stacks
 from meshwright.runtime.failure import MEANING, Exit, Failure, table
 from meshwright.runtime.heartbeat import Beat, Hang, PhaseMark, PhaseTable, RankStatus, process
-from meshwright.runtime.supervise import newest_step, set_aside
+from meshwright.runtime.ranks import Ranks
+from meshwright.runtime.supervise import StopRequest, Watch, newest_step, set_aside
 
 SEEN = {
     rank: RankStatus(
@@ -30,6 +33,24 @@ Current thread 0x2 (most recent call first):
 Thread 0x3 (most recent call first):
   File "/x/other.py", line 1 in other
 """
+
+
+def test_a_run_whose_steps_are_done_is_not_said_to_save(tmp_path):
+    said, nobody, asked = list[str](), SimpleNamespace(signal=lambda number: None), StopRequest(stop=True)
+    launcher: Any = SimpleNamespace(folder=tmp_path, asked=asked, run=SimpleNamespace(faults=Faults()), say=said.append)
+    ranks: Any = nobody
+    watch = Watch(ranks, ranks, launcher)
+    watch.seen = {0: RankStatus(rank=0, beat=Beat(pid=7, step=3, restored=0), now=1.0)}
+    assert watch._heed() is None
+    assert "saving a checkpoint" in said[0]
+    (tmp_path / "summary.json").write_text("{}")
+    watch.stopping_since = 0.0
+    assert watch._heed() is None
+    assert "all steps are done; ending eval.command" in said[1]
+    asked.interrupts = 2
+    verdict = watch._heed()
+    assert verdict is not None
+    assert "all steps are done, and the last eval.command is not" in verdict.what
 
 
 def test_a_verdict_has_six_lines_at_most_and_none_speaks_to_the_terminal():
@@ -121,3 +142,17 @@ def test_the_page_has_the_table_of_exit_codes_and_the_settings_as_they_are():
     settings = PAGE.partition("## Settings\n")[2].partition("```toml\n")[2].partition("```")[0]
     assert msgspec.convert(tomllib.loads(settings)["faults"], Faults) == Faults()
     assert set(tomllib.loads(settings)["faults"]) == set(Faults.__struct_fields__)
+
+
+def test_who_has_ended_by_itself_does_not_hang_while_rank_0_is_at_its_last_command(tmp_path):
+    seen = [SimpleNamespace(rank=rank, state=state) for rank, state in ((0, "S"), (1, "Z"))]
+    judged = list[list[int]]()
+
+    class Judge(Watch):
+        def _judge(self, seen):
+            judged.append([one.rank for one in seen])
+
+    watch = Judge(Ranks({}), SimpleNamespace(look=lambda: seen), SimpleNamespace(folder=tmp_path))
+    watch._look()
+    assert judged == [[0]]
+    assert watch.seen.keys() == {0, 1}

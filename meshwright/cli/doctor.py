@@ -15,6 +15,7 @@ from meshwright.runtime import doctor as facts_of
 from meshwright.runtime.doctor import Finding, LinkFacts, RankFacts
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.files import replace_file, require_folder
+from meshwright.runtime.gpu_health import gpu_health
 from meshwright.runtime.links import LinkServer, call, own_address, rounds
 from meshwright.runtime.meeting import named
 from meshwright.runtime.place import ALONE, Place
@@ -45,7 +46,9 @@ def doctor(options: argparse.Namespace) -> int:
     )
     if here.local_rank == 0:
         require_folder(options.folder, "name another --folder")
-        mine = msgspec.structs.replace(mine, disk=facts_of.disk_speed(options.folder))
+        disk = facts_of.disk_speed(options.folder)
+        tried = {"disk_error": disk} if isinstance(disk, str) else {"disk": disk}
+        mine = msgspec.structs.replace(mine, **tried, health=gpu_health())
     everyone, links = [mine], list[LinkFacts]()
     if here.world > 1:
         words.require_training()
@@ -145,6 +148,8 @@ def _lines(everyone: list[RankFacts], links: list[LinkFacts], found: list[Findin
         nets = ", ".join(f"{each.name} {each.rate}" for each in one.interfaces) or "no network"
         hcas = "".join(f", {each.name} {each.layer} {each.rate}" for each in one.adapters)
         disk = f", disk {one.disk / 1e6:,.0f} MB/s" if one.disk else ""
+        joined = min((gpu.links for gpu in one.health or ()), default=0)
+        gpus += f" with {joined} NVLinks" if joined else ""
         lines.append(
             f"rank {one.rank} on {one.node}: {gpus}, {one.cores} cores, torch {one.torch or 'none'}, {nets}{hcas}{disk}"
         )

@@ -1,6 +1,6 @@
 """What a rank sees of its machine, and what is wrong with a set of machines: facts as values, findings as sentences.
 
-Everything is read from the kernel's own files; nothing is changed, and no GPU is touched.
+Everything is read from the kernel's own files and asked of the driver; nothing is changed, and no GPU is used.
 """
 
 import os
@@ -19,6 +19,7 @@ from typing import Literal
 import msgspec
 
 from meshwright import __version__
+from meshwright.runtime.gpu_health import HELD_BY_SETTING, LONGEST_SECONDS, GpuHealth
 from meshwright.runtime.meeting import named
 from meshwright.spec.units import GIB
 
@@ -76,7 +77,9 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     shm: int = 0
     folder: str = ""
     sees_folder: bool = True  # that of rank 0
+    health: tuple[GpuHealth, ...] | None = ()  # of its machine's GPUs, told by the first rank there; None: no answer
     disk: float = 0.0  # bytes a second written to the folder; 0: not tried
+    disk_error: str = ""  # why the folder did not take what was written to try it
     address: str = ""  # where rank 0 listens, as this rank resolves it; empty: it cannot
 
 
@@ -121,8 +124,8 @@ def look(gpus: Sequence[str], system: Path = Path("/")) -> RankFacts:
     )
 
 
-def disk_speed(folder: Path) -> float:
-    """Bytes a second that the folder takes, written and synced; the file is removed."""
+def disk_speed(folder: Path) -> float | str:
+    """Bytes a second that the folder takes, written and synced, or why it does not; the file is removed."""
     file = folder / f".doctor-{socket.gethostname()}-{os.getpid()}"
     data = os.urandom(MIB)
     began = time.monotonic()
@@ -133,13 +136,15 @@ def disk_speed(folder: Path) -> float:
             out.flush()
             os.fsync(out.fileno())
         return TRIAL_BYTES / (time.monotonic() - began)
+    except OSError as error:
+        return error.strerror or str(error)
     finally:
         file.unlink(missing_ok=True)
 
 
 def findings(facts: Sequence[RankFacts], links: Sequence[LinkFacts], told: Mapping[str, str]) -> list[Finding]:
     """What is wrong with these machines, and what to set; `told`: variables that are set already."""
-    of_ranks = [*_differences(facts), *_limits(facts), *_folders(facts), *_meeting(facts)]
+    of_ranks = [*_differences(facts), *_limits(facts), *_folders(facts), *_meeting(facts), *_gpus(facts)]
     return [*of_ranks, *_wires(links), *_advice(facts, told)]
 
 
@@ -173,6 +178,10 @@ def _folders(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     if blind:
         text = f"{named(one.rank for one in blind)} on {blind[0].host} does not see the run folder of rank 0"
         yield Finding(kind="problem", text=text, remedy="name a --folder on a file system that all machines mount")
+    for one in facts:
+        if one.disk_error:
+            text = f"{one.host} cannot write {TRIAL_BYTES // MIB} MiB to {one.folder}: {one.disk_error}"
+            yield Finding(kind="problem", text=text, remedy="free some space, or name another --folder")
     slow = [one for one in facts if 0 < one.disk < LEAST_DISK]
     if slow:
         text = f"{slow[0].host} writes {slow[0].disk / 1e6:.0f} MB/s to {slow[0].folder}: saves will be slow"
@@ -192,6 +201,50 @@ def _meeting(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     if local:
         text = f"MASTER_ADDR is a loopback address on {local[0].host}, which is not rank 0's machine"
         yield Finding(kind="problem", text=text, remedy="set it to an address of rank 0's machine on the job's network")
+
+
+def _gpus(facts: Sequence[RankFacts]) -> Iterator[Finding]:
+    """What a driver says of the GPUs of each machine."""
+    for one in facts:
+        if one.health is None:
+            text = f"the GPU driver of {one.host} did not answer within {LONGEST_SECONDS:g} s"
+            yield Finding(kind="problem", text=text, remedy="see dmesg for Xid errors, and leave the machine out")
+        elif one.health:
+            most = max(gpu.links for gpu in one.health)
+            for gpu in one.health:
+                yield from _gpu(f"GPU {gpu.index} of {one.host}", gpu, most)
+            if most:
+                yield from _islands(one.host, one.health)
+
+
+def _islands(host: str, gpus: Sequence[GpuHealth]) -> Iterator[Finding]:
+    """GPUs that have NVLinks and do not all reach each other, as bridges join pairs."""
+    if any(len(gpu.peers) < len(gpus) - 1 for gpu in gpus):
+        pairs = "; ".join(f"{gpu.index}: {', '.join(map(str, gpu.peers)) or 'none'}" for gpu in gpus)
+        text = f"NVLink does not join all GPUs of {host} (each with its peers: {pairs})"
+        yield Finding(kind="advice", text=text, remedy="keep plan.tp × plan.cp within GPUs that are joined")
+
+
+def _gpu(name: str, gpu: GpuHealth, most: int) -> Iterator[Finding]:
+    remedy = "reset it (nvidia-smi --gpu-reset), and leave the machine out if it comes back"
+    if gpu.ecc_errors:
+        text = f"{name} has had {gpu.ecc_errors:,} uncorrected ECC errors since its driver was loaded"
+        yield Finding(kind="problem", text=text, remedy=remedy)
+    if gpu.rows_pending or gpu.rows_failed:
+        what = "no spare for a broken row of memory" if gpu.rows_failed else "broken rows of memory to be replaced"
+        yield Finding(kind="problem", text=f"{name} has {what}", remedy=remedy)
+    if gpu.links_down or gpu.links < most:
+        text = f"{name} has {gpu.links} of {max(most, gpu.links + gpu.links_down)} NVLinks up"
+        yield Finding(kind="problem", text=text, remedy="see nvidia-smi nvlink --status, and leave the machine out")
+    if gpu.slowdowns:
+        heat = f", at {gpu.celsius} °C" if gpu.celsius is not None else ""
+        text = f"{name} is held at {gpu.mhz} by {' and '.join(gpu.slowdowns)}{heat}"
+        yield Finding(kind="problem", text=text, remedy="look after its cooling and power: all ranks wait for it")
+    if gpu.reasons & HELD_BY_SETTING:
+        text = f"a setting holds {name} at {gpu.mhz}"
+        yield Finding(
+            kind="advice", text=text, remedy="undo it: nvidia-smi --reset-gpu-clocks, --reset-applications-clocks"
+        )
 
 
 def _wires(links: Sequence[LinkFacts]) -> Iterator[Finding]:

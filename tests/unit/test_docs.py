@@ -296,6 +296,11 @@ def test_the_figures_of_live_survivors_are_the_records():
     pages.agree(ROOT / "README.md", "survivors", script("survivors").told(record))
 
 
+def test_the_seconds_of_the_doctor_are_the_records():
+    record = json.loads((ROOT / "results" / "doctor.json").read_text())
+    pages.agree(ROOT / "docs" / "doctor.md", "seconds", script("doctor").table(record))
+
+
 def test_the_figures_of_silent_corruption_are_the_records():
     record = json.loads((ROOT / "results" / "corruption.json").read_text())
     pages.agree(ROOT / "docs" / "faults.md", "corruption", script("corruption").table(record))

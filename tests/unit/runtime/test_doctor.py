@@ -40,6 +40,7 @@ def test_fine_machines_are_fine():
         ({"shm": 64 << 20}, "rank 3 has 64 MiB of /dev/shm"),
         ({"sees_folder": False}, "rank 3 on b does not see the run folder of rank 0"),
         ({"disk": 5e6}, "b writes 5 MB/s to /shared/r"),
+        ({"disk_error": "No space left on device"}, "b cannot write 32 MiB to /shared/r: No space left on device"),
         ({"address": ""}, "rank 3 on b cannot resolve MASTER_ADDR"),
         ({"address": "127.0.1.1"}, "MASTER_ADDR is a loopback address on b"),
     ],
@@ -130,6 +131,7 @@ def test_a_link_is_measured_and_a_closed_one_is_told():
 
 def test_the_trial_of_a_disk_leaves_nothing(tmp_path):
     assert disk_speed(tmp_path) > 0
+    assert disk_speed(tmp_path / "gone") == "No such file or directory"
     assert not list(tmp_path.iterdir())
 
 

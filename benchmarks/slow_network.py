@@ -5,7 +5,8 @@ is trained over it by plain replicas, with lossy gradients, PowerSGD, 1-bit Adam
 namespace; and by ZeRO-3 and ZeRO++, two ranks in each, so that hpZ has neighbours. All read the same text in the same
 order. Then a few steps of each are counted three times: by the planner's list of collectives, by the calls that the
 ranks issued, and by the interfaces of the two namespaces. Needs Linux, root, `ip` and `tc`; a quarter of an hour on
-two cores. Where the machine has other work: `chrt -r 1 python benchmarks/slow_network.py`, and the record says so.
+two cores. Where the machine has other work: `chrt -r 1 python benchmarks/slow_network.py`, and the record says so. With
+`--seconds N` nothing new is begun after that; the same command goes on with what is missing.
 """
 
 import argparse
@@ -47,7 +48,7 @@ STEPS, SHARDED_STEPS = 120, 24  # of a run; ZeRO sends every weight twice and ev
 TWICE = 2  # Gloo's reduce-scatter is an all-reduce of which a rank keeps its part
 JOB = (
     "arch.preset=starter", "arch.layers=2", "arch.hidden=256", "arch.heads=4", "arch.kv_heads=2", "arch.ffn=2048",
-    "data.source=stdlib", "sequence=32", "batch=4", "optim.lr=1e-3", "optim.warmup=10", "eval.batches=16",
+    "data.source=stdlib", "sequence=16", "batch=4", "optim.lr=1e-3", "optim.warmup=10", "eval.batches=16",
     "eval.sample_tokens=0", "checkpoint.every=0", "log.every=1000", "faults.compare_every=0",
 )  # fmt: skip
 
@@ -251,16 +252,18 @@ def bytes_of(nodes: Nodes, method: Method, folder: Path) -> dict[str, Any]:
     }
 
 
-def over(mbit: float, folder: Path, methods: Iterable[Method]) -> dict[str, Any]:
-    """Every method at one rate."""
-    before = os.getloadavg()[0]
+def over(mbit: float, folder: Path, methods: Iterable[Method], rate: dict[str, Any], until: float) -> dict[str, Any]:
+    """Every method at one rate, but for those that it has already, as long as there is time."""
+    before = rate.get("load_before", os.getloadavg()[0])
+    rows = list(rate.get("rows", ()))
     with two_nodes(mbit / 1000) as nodes:
-        alone = statistics.median(
+        alone = rate.get("alone_seconds") or statistics.median(
             later - earlier for earlier, later in pairwise(on_both(nodes, ALONE, folder)[0]["ends"])
         )
         print(f"{mbit:g} Mbit/s; a replica's step without the others: {alone:.3f} s", flush=True)
-        rows = []
-        for method in methods:
+        for method in lacking_in(rows, methods):
+            if time.monotonic() > until:
+                break
             found = on_both(nodes, method, folder)[0]
             ends = found["ends"]
             seconds = (ends[-1] - ends[0]) / (len(ends) - 1)  # the first makes what is made once
@@ -273,24 +276,40 @@ def over(mbit: float, folder: Path, methods: Iterable[Method]) -> dict[str, Any]
             )  # fmt: skip
             row = rows[-1]
             print(f"  {method.name:<26}{60 / seconds:>9.1f} steps/min  loss {row['losses'][-1][2]:.4f}", flush=True)
+    order = [method.name for method in METHODS]
+    rows.sort(key=lambda row: order.index(row["name"]))
     return {"mbit": mbit, "load_before": before, "load_after": os.getloadavg()[0], "alone_seconds": alone, "rows": rows}
 
 
-def measure(mbits: list[float], methods: tuple[Method, ...]) -> dict[str, Any]:
-    """The record."""
+def lacking_in(rows: list[dict[str, Any]], methods: Iterable[Method]) -> list[Method]:
+    """Methods that have no row yet."""
+    found = {row["name"] for row in rows}
+    return [method for method in methods if method.name not in found]
+
+
+def measure(mbits: list[float], methods: tuple[Method, ...], begun: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The record, or what there is of it when the time is over."""
     began = time.monotonic()
+    until = began + seconds
     run = load.load(None, [*JOB, REPLICAS]).run
+    counts, rates = list(begun.get("bytes", ())), []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with two_nodes(10.0) as nodes:
-            counts = [bytes_of(nodes, method, folder) for method in methods]
-        for each in counts:
-            print(f"  {each['name']:<26}{each['predicted']:>12,.0f} B a step, {each['overhead']:+.2%} on the wire")
-        rates = [over(mbit, folder, methods) for mbit in mbits]
+            for method in lacking_in(counts, methods):
+                if time.monotonic() > until:
+                    break
+                counts.append(each := bytes_of(nodes, method, folder))
+                print(f"  {each['name']:<26}{each['predicted']:>12,.0f} B a step, {each['overhead']:+.2%} on the wire")
+        for mbit in mbits:
+            rate = next((each for each in begun.get("rates", ()) if each["mbit"] == mbit), {})
+            late = time.monotonic() > until or not lacking_in(rate.get("rows", []), methods)
+            rates.append(rate if late else over(mbit, folder, methods, rate, until))
     return {
         "machine": platform.machine(), "cores": os.cpu_count(), "torch": version("torch"),
         "scheduler": SCHEDULERS.get(os.sched_getscheduler(0), "other"), "job": list(JOB), "parameters": count(run.arch),
-        "tokens": run.tokens, "seconds": time.monotonic() - began, "bytes": counts, "rates": rates,
+        "tokens": run.tokens, "seconds": begun.get("seconds", 0.0) + time.monotonic() - began,
+        "bytes": counts, "rates": [rate for rate in rates if rate],
     }  # fmt: skip
 
 
@@ -359,9 +378,10 @@ def drawn(record: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=float, nargs="+", default=[100.0, 1000.0, 10_000.0])
-    parser.add_argument("--only", nargs="+", help="names of methods; plain ones are always among them")
+    parser.add_argument("--only", nargs="+", help="names of methods; what these are compared with is added")
     parser.add_argument("--record", type=Path, default=RECORD)
     parser.add_argument("--picture", type=Path, default=PICTURE)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after that")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)  # be a rank, and leave what was found here
     parser.add_argument("--counted", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
@@ -375,12 +395,23 @@ def main() -> int:
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, signal.default_int_handler)
     wanted = set(options.only or [method.name for method in METHODS])
-    methods = tuple(each for each in METHODS if each.name in {*wanted, "plain replicas", "ZeRO-3"})
+    wanted |= {"ZeRO-3" if each.is_sharded else "plain replicas" for each in METHODS if each.name in wanted}
+    methods = tuple(each for each in METHODS if each.name in wanted)
+    part = options.record.with_suffix(".part.json")
+    begun = json.loads(part.read_text()) if part.is_file() else {}
+    begun = begun if begun.get("job") == list(JOB) else {}
     try:
-        record = measure(options.mbit, methods)
+        record = measure(options.mbit, methods, begun, options.seconds)
     except KeyboardInterrupt:
         print("slow_network.py: stopped; the namespaces are gone", file=sys.stderr)
         return 130
+    rows = [record["bytes"], *(each["rows"] for each in record["rates"])]
+    rows += [[]] * (1 + len(options.mbit) - len(rows))
+    if missing := sum(len(lacking_in(each, methods)) for each in rows):
+        replace_file(part, (json.dumps(record, indent=1) + "\n").encode())
+        print(f"slow_network.py: {missing} measurements are missing: run the same command again", file=sys.stderr)
+        return 3
+    part.unlink(missing_ok=True)
     replace_file(options.record, (json.dumps(record, indent=1) + "\n").encode())
     replace_file(options.picture, drawn(record).encode())
     return 0

@@ -156,6 +156,11 @@ def test_every_link_leads_somewhere(page):
     assert not missing
 
 
+def test_the_readme_is_a_landing_page():
+    """What is longer belongs to a page of docs/: the techniques, the figures, what was not tried."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 140
+
+
 def test_every_page_is_in_the_index():
     index = ROOT / "docs" / "README.md"
     linked = {(index.parent / target).resolve() for target in LINK.findall(index.read_text())}

@@ -49,6 +49,7 @@ TEXT_BYTES = 100 * 10**6
 MOST_READ = 20 * 10**9  # values that a digest is made of, about
 SAMPLED = 1024  # values of a weight that its digest has one by one, beside the sum of all
 MOST_PROBLEMS = 50  # a folder of another model differs in every tensor; the first lines say it
+PUT_BACK = "put the model back that the adapter was trained beside"
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
@@ -477,7 +478,7 @@ class AdaptedFolder(ModelFolder):
         """Refuse a base of other weights than those that the adapter was trained beside, where these are known."""
         if self.note.digest and digest(self.base) != self.note.digest:
             what = f"{self.note.base} is not the base of the adapter in {self.path}: its weights are others"
-            raise InputError([Problem(what, "put the model back that the adapter was trained beside", "init.from")])
+            raise InputError([Problem(what, PUT_BACK, "init.from")])
 
     def low_rank(self, name: str) -> Tensor:
         """A weight of the adapter."""
@@ -533,13 +534,22 @@ def _open_adapted(described: FolderDescription, note: AdapterNote) -> AdaptedFol
     layout = tuple(StoredTensor(name=name, made_of=(name,)) for name in shapes)
     if found := list(islice(_mismatches(reader, layout, shapes, tied=False, outside=()), MOST_PROBLEMS)):
         raise InputError(found)
-    base = open_folder(note.base) if note.base else SeededWeights(arch, note.seed)
+    base = _base(path, note.base) if note.base else SeededWeights(arch, note.seed)
     if differences := shape_differences(base.arch, arch):
         what = f"{note.base} is not the base of the adapter in {path}: {'; '.join(differences)}"
-        raise InputError([Problem(what, "put the model back that the adapter was trained beside", "init.from")])
+        raise InputError([Problem(what, PUT_BACK, "init.from")])
     layouts: dict[str, Layout] = {stored.name: (stored,) for stored in layout}
     held = (described.tokenizer, described.run, described.step, reader, layouts, shapes)
     return AdaptedFolder(path, described.kind, arch, *held, base=base, note=note)
+
+
+def _base(adapter: Path, reference: str) -> ModelFolder:
+    """Open the base of an adapter, which was named when that was trained and may have gone since."""
+    try:
+        return open_folder(reference)
+    except InputError as error:
+        found = [f"the base of the adapter in {adapter} cannot be read: {each.text}" for each in error.problems]
+        raise InputError([Problem(what, PUT_BACK, "init.from") for what in found]) from None
 
 
 def copy_texts(source: Path, target: Path) -> None:

@@ -35,7 +35,11 @@ def add_bench(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     verb.add_argument("words", nargs="*", metavar="RUN.toml | MODEL | key=value", help=words.OVERRIDES)
     verb.add_argument(
-        "--plan", action="append", default=[], help='a plan to measure; may be repeated: "shard=2,zero=3"'
+        "--plan",
+        type=words.plan_words,
+        action="append",
+        default=[],
+        help='a plan to measure; may be repeated: "shard=2,zero=3"',
     )
     verb.add_argument("--sweep", action="store_true", help="one rank, DDP, ZeRO-1, ZeRO-2 and FSDP side by side")
     verb.add_argument(

@@ -112,7 +112,9 @@ def _prepare(options: argparse.Namespace) -> int:
     store = None if options.store is None else require_writable(address_of(options.store))
     report = prepare_pieces(run, env.cache(), part_of(options.part), workers, say, store)
     if options.part is None:
-        prepare(run, env.cache(), say)  # conversations too, and what can only be said of the whole
+        corpus = prepare(run, env.cache(), say)  # conversations too, and what can only be said of the whole
+        chats = sum(each.tokens for each in corpus.chats if each is not None)  # which are not made in pieces
+        report = msgspec.structs.replace(report, tokens=report.tokens + chats)
     speed = f"{report.tokens:,} tokens; {report.made} pieces in {report.seconds:.0f} s, {report.found} were ready"
     speed += f", {report.fetched} fetched from {options.store}" if store is not None else ""
     words.show(options, report, [f"{speed}; in {env.cache()}"])

@@ -97,6 +97,11 @@ def debug() -> None:
     os.environ.update(DEBUG)
 
 
+def can_erase(to_terminal: bool) -> bool:
+    """Whether lines are drawn over each other there, as a bar's are."""
+    return to_terminal and os.environ.get("TERM") != "dumb"
+
+
 def colour(to_terminal: bool) -> bool:
     """Whether output may be coloured: on a terminal that can, and where nobody asked for none (no-color.org)."""
     return to_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

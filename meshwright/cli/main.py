@@ -52,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _answer(parse(arguments))
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        print("meshwright: interrupted before it was done; run the same command again", file=sys.stderr)
+        return Exit.INTERRUPTED
     except BrokenPipeError:  # the reader of our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -96,7 +96,7 @@ def _unknown(flags: list[str], given: list[str], known: list[str]) -> str:
     near = get_close_matches(flag, known, n=1, cutoff=0.6)
     if key := schema.meant(name):
         behind = given[given.index(flags[0]) + 1 :]
-        value = value or (behind[0] if behind and "=" not in behind[0] and behind[0][0] != "-" else "…")
+        value = value or (behind[0] if behind and "=" not in behind[0] and behind[0][:1] not in ("", "-") else "…")
         return f"{flag} is not a flag: settings are words, such as {key}={value}"
     if near:
         return f"{flag} is not a flag; did you mean {near[0]}?"

@@ -51,6 +51,13 @@ def whole(text: str) -> int:
     return int(text)
 
 
+def plan_words(text: str) -> str:
+    """The words of a plan, of which there are some."""
+    if not text.strip(" ,"):
+        raise argparse.ArgumentTypeError(f"{text!r} names no plan; write one, such as shard=2,zero=3")
+    return text
+
+
 def positions(text: str) -> int:
     """The tokens of a sample or a document, as people write them: 8192, or 8k, which is 8 · 1024."""
     found = re.fullmatch(r"(\d+)([kKmM]?)", text.strip())

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
@@ -180,6 +180,12 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     return _tell_failure(failed, options.json)
 
 
+def leave_bar(people: TextIO) -> None:
+    """A rank that was killed takes no leave of the terminal: its bar's line is erased, and the cursor shown again."""
+    if env.can_erase(people.isatty()):
+        print("\r\x1b[2K\x1b[?25h", end="", file=people, flush=True)
+
+
 def _supervised(
     run: Run, folder: Path, options: argparse.Namespace, environment: dict[str, str], session: str, **among: Any
 ) -> Failure | None:
@@ -208,6 +214,8 @@ def _supervised(
         failed = supervisor.supervise(StopRequest().listen())
     finally:
         supervisor.close()
+    if failed is not None:
+        leave_bar(people)
     return failed
 
 
@@ -311,7 +319,7 @@ def _first_rank(run: Run, here: Place, folder: Path, fresh: bool, options: argpa
         _teller(options.json)(_extension(claim.changes, run))
     try:
         code = _serve(run, here, folder, options)
-    except (InputError, EarlyEnd):
+    except (InputError, EarlyEnd, KeyboardInterrupt):
         claim.abandon()
         raise
     finally:

@@ -22,7 +22,11 @@ def add_verify(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     verb.add_argument("words", nargs="*", metavar="RUN.toml | MODEL | key=value", help=words.OVERRIDES)
     verb.add_argument(
-        "--plan", action="append", default=[], help='for example "tp=2,pp=2,schedule=1f1b"; may be repeated'
+        "--plan",
+        type=words.plan_words,
+        action="append",
+        default=[],
+        help='for example "tp=2,pp=2,schedule=1f1b"; may be repeated',
     )
     verb.add_argument("--matrix", action="store_true", help="the standard set of plans for up to --ranks ranks")
     verb.add_argument("--ranks", type=words.count, default=4, help="the largest world of --matrix (default 4)")
@@ -53,7 +57,7 @@ def verify(options: argparse.Namespace) -> int:
 
     target, overrides = words.target(options.words)
     wanted = prove.matrix(options.ranks, target, overrides) if options.matrix else options.plan
-    if not wanted or not all(plan.strip(" ,") for plan in wanted):  # one process beside itself proves nothing
+    if not wanted:  # one process beside itself proves nothing
         raise InputError([Problem("no plan to prove", 'name one with --plan "shard=2,zero=3", or all with --matrix')])
     folder = options.folder or Path("runs") / f"verify-{Path(target or 'matrix').stem}"
     jobs = prove.jobs(target, overrides, wanted, options.steps, folder)

@@ -528,8 +528,9 @@ def _counts(run: Run) -> Iterator[Problem]:
     for key in NATURAL:
         if (value := attrgetter(key)(run)) < 0:
             yield Problem(f"{key} = {value} is negative", f"give {key} a whole number of at least 0", key)
+    told = ("seed", *(("plan.microbatch", "plan.grad_accum") if run.batch > MOST else ()))  # which divide the batch
     for key in (*POSITIVE, *NATURAL):
-        if (value := attrgetter(key)(run)) > MOST and key != "seed":
+        if (value := attrgetter(key)(run)) > MOST and key not in told:
             yield Problem(f"{key} = {value} is beyond any run", f"use at most {MOST}", key)
     if run.seed >= SEEDS:
         yield Problem(f"seed = {run.seed} has more than 63 bits", f"use 0 to {SEEDS - 1}", "seed")

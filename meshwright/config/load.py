@@ -376,7 +376,7 @@ def resolve_arch(table: Table, origins: Origins, *, ahead: bool = False) -> list
     base, origin = {}, ""  # what an architecture begins from before its own keys: a preset, or the folder of weights
     if name is not None:
         base, origin = preset_table(name), f"preset {name}"
-    elif start is not None and not stated:
+    elif start is not None and schema.missing(complete(dict(stated))[0], Arch, "arch."):  # some keys, or none
         base, origin = msgspec.to_builtins(start.arch), f"folder {folder}"
     if not base and not stated:
         remedy = 'begin with [arch] preset = "gpt2"; `meshwright models` lists them'

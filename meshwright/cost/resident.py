@@ -239,7 +239,8 @@ def sync_bytes(view: RankView) -> int:
     """What replicas that sync rarely make on the device for the largest of their buckets, when it is synced.
 
     Its delta, and the same as one tensor for the collective. In few bits: the delta, the sum and what is added to it,
-    one weight as its codes become numbers, and what all replicas have sent.
+    one weight as its codes become numbers, what all replicas have sent, and this one's own message, which the
+    collective may let go of only later.
     """
     plan = view.plan
     if not plan.has_outer_loop:
@@ -251,7 +252,7 @@ def sync_bytes(view: RankView) -> int:
     return max(
         SYNC_COPIES * updated_elements(group, view) * view.wide
         + max(updated_elements(msgspec.structs.replace(group, params=(one,)), view) for one in group.params) * view.wide
-        + plan.parts * quantized_bytes(group, view)
+        + (plan.parts + 1) * quantized_bytes(group, view)
         + (updated_elements(group, view) if plan.outer_quant == "int4" else 0)  # its codes, a byte each
         for group in each
     )

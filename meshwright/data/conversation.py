@@ -70,6 +70,10 @@ def conversation(place: str, record: Any, columns: Mapping[str, str]) -> Convers
         raise mistake(f"{place} is not a JSON object", 'write every sample as {"messages": […]}')
     found = {name: value for name, value in _named(place, record, columns).items() if value is not None}
     kind = next((kind for kind, fields in KINDS.items() if all(name in found for name in fields)), "")
+    if not kind and "chosen" in found and "rejected" in found:
+        what = f"{place} has a chosen and a rejected answer, which objective = dpo compares"
+        field = "completion" if "prompt" in found else "messages"
+        raise mistake(what, f'set objective = dpo, or data.columns = ["{field}=chosen"]', "objective")
     if not kind:
         fields = "; ".join(" and ".join(each) for each in KINDS.values())
         raise mistake(
@@ -94,7 +98,8 @@ def preference(place: str, record: Any, columns: Mapping[str, str]) -> tuple[Con
     found = _named(place, record, columns) if isinstance(record, dict) else {}
     if found.get("chosen") is None or found.get("rejected") is None:
         what = f"{place} has no chosen and rejected answer, which objective = dpo compares, only {', '.join(found)}"
-        raise mistake(what, 'name its own as data.columns = ["chosen=…", "rejected=…"]', "data.columns")
+        remedy = 'name its own as data.columns = ["chosen=…", "rejected=…"], or set objective = sft'
+        raise mistake(what, remedy, "data.columns")
     for name in ("chosen", "rejected"):
         if not isinstance(found[name], list):
             _text(place, name, found[name])

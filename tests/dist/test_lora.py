@@ -1,6 +1,7 @@
 """Low-rank adapters beside frozen weights: the same under every plan, the base untouched, and peft's when written."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -360,6 +361,9 @@ def test_an_adapter_of_another_base_is_refused(folder):
     save_native(folder / "other", other.arch, whole.weights.items(), None)
     (path / "adapter.json").write_text(json.dumps(note | {"base": f"{folder}/other"}))
     with pytest.raises(InputError, match="other is not the base of the adapter"):
+        open_folder(path)
+    shutil.rmtree(folder / "other")
+    with pytest.raises(InputError, match=r"the base of the adapter in .* is not a folder; put the model back"):
         open_folder(path)
 
 

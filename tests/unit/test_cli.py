@@ -1,10 +1,11 @@
 import json
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from meshwright.cli import main
+from meshwright.cli import info, main
 from meshwright.spec.problem import install_words
 
 QUICK = [
@@ -164,6 +165,12 @@ ORIGINS = [
 @pytest.mark.parametrize(("origin", "command"), ORIGINS, ids=[command for _, command in ORIGINS])
 def test_an_extra_is_installed_from_where_the_package_came(origin, command):
     assert install_words("train", origin) == command
+
+
+def test_an_interruption_is_a_sentence_and_its_exit_code(monkeypatch, capsys):
+    monkeypatch.setattr(info, "models", lambda options: signal.raise_signal(signal.SIGINT))
+    assert main.main(["models"]) == 130
+    assert capsys.readouterr().err == "meshwright: interrupted before it was done; run the same command again\n"
 
 
 def test_a_reader_that_leaves_is_no_error():

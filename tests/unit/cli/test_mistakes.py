@@ -146,6 +146,11 @@ MISTAKES = [
         "use at most 1000000000000",
     ),
     Mistake(
+        "plan gpt2 --cluster 8xh100 --batch 100000000000000000000000",
+        "meshwright: command line: batch = 100000000000000000000000 is beyond any run",  # and one problem, not two
+        "use at most 1000000000000",
+    ),
+    Mistake(
         "train optim.momentum=0.5 data.source=my.txt",
         "optim.momentum is for SGD with momentum, and optim.name = adamw",
         "leave optim.momentum out, or set optim.name =",
@@ -565,7 +570,6 @@ MISTAKES = [
         "arch.heads = 8 cannot be sharded over plan.tp = 3 ranks",
         "use plan.tp = 2, and the other ranks for",
     ),
-    Mistake("verify --plan ''", "no plan to prove", 'name one with --plan "shard=2,zero=3", or all'),
     Mistake("verify --plan tp", "'tp' of --plan 'tp' is not field=value", "write tp=2,shard=2"),
     Mistake("verify --plan tp=two", "tp=two of --plan is not a count", "use whole numbers of at least 1"),
     Mistake("verify --checkpoint nowhere", "nowhere is not a folder", "give a run folder, or one of its"),
@@ -598,6 +602,9 @@ MISTAKES = [
         "name a .toml, or one of tiny, tiny-moe,",
     ),
     Mistake("bench --plan foo=3", "plan.foo is not a key", "did you mean plan.zero?"),
+    Mistake("bench --plan ''", "argument --plan: '' names no plan", "write one, such as shard=2,zero=3"),
+    Mistake("verify --plan ' ,'", "argument --plan: ' ,' names no plan", "write one, such as shard=2,zero=3"),
+    Mistake("plan gpt2 --plan ''", "--plan is not a flag", "settings are words, such as plan=…"),
     Mistake("bench --steps 0", "argument --steps: '0'", "should be a whole number of at least 1"),
     Mistake("bench --plan shard=2,zero=3 --ranks 3", "3 ranks are no multiple of shard 2 = 2", "start 2, 4 or 6 ranks"),
     Mistake(

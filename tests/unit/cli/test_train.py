@@ -1,8 +1,10 @@
 """What `train` decides before a rank is started."""
 
 import json
+import os
 import resource
 import signal
+import sys
 from argparse import Namespace
 
 import msgspec
@@ -142,3 +144,21 @@ def test_host_memory_that_is_too_small_is_refused_with_what_helps(tmp_path, monk
     monkeypatch.setattr(preflight.Disk, "free_bytes", lambda self, path: 2 * bytes_needed - 1)
     with pytest.raises(InputError, match="in-memory checkpoints need"):
         preflight.require_host_memory(run, tmp_path, nodes=2)
+
+
+@pytest.mark.parametrize(("term", "said"), [("xterm", "\r\x1b[2K\x1b[?25h."), ("dumb", ".")])
+def test_a_terminal_is_given_back_after_ranks_that_were_killed(term, said, monkeypatch):
+    monkeypatch.setenv("TERM", term)
+    screen, terminal = os.openpty()
+    with os.fdopen(screen, "rb", buffering=0) as shown, os.fdopen(terminal, "w") as people:
+        train.leave_bar(people)
+        print(".", end="", file=people, flush=True)
+        text = ""
+        while not text.endswith("."):  # a terminal hands on what is written in pieces of its own
+            text += shown.read(100).decode()
+    assert text == said
+
+
+def test_a_pipe_is_given_nothing(capsys):
+    train.leave_bar(sys.stdout)
+    assert capsys.readouterr().out == ""

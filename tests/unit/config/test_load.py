@@ -197,3 +197,22 @@ def test_what_the_default_run_chose_for_its_own_text_does_not_reach_others():
     assert load.load(None, ["data.source=my/*.txt"]).run.optim.warmup == 20
     stated = load.load(None, ["data.source=my/*.txt", "optim.warmup=7", "eval.prompt=Once"]).run
     assert (stated.eval.prompt, stated.optim.warmup) == ("Once", 7)
+
+
+def test_keys_of_an_architecture_are_beside_the_rest_of_the_folder_s(tmp_path):
+    """Such as dropout in a fine-tuning, which no folder states."""
+    config = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+    }
+    config |= {"num_attention_heads": 4, "max_position_embeddings": 128, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    words = [f"init.from={tmp_path}", "data.source=a.txt", "sequence=16", "batch=1"]
+    whole, told = load.examine(None, [*words, "arch.dropout=0.1"])
+    assert whole is not None
+    assert (whole.run.arch.dropout, whole.run.arch.layers, whole.run.arch.hidden) == (0.1, 2, 32), told
+    assert whole.origins["arch.layers"].startswith("folder ")
+    assert not [problem for problem in told if "is missing" in problem.text]

@@ -71,6 +71,7 @@ def test_columns_can_be_named_and_a_system_prompt_and_tools_stand_beside():
     ("record", "told"),
     [
         ({"text": "no"}, r"chat.jsonl:7 has none of the fields .*only text; name its own as data.columns"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, r'chosen .*; set objective = dpo, or .*"completion=chosen"'),
         ({"messages": "no"}, r"'messages' holds .*not a list of turns"),
         ({"messages": [{"content": "who?"}]}, r"turn 1 has no role"),
         ({"messages": turns("What?", " \n")}, r'turn 2 is an empty answer after "What\?"; .*"weight": 0'),

@@ -6,6 +6,7 @@ import fsspec
 import msgspec
 import numpy as np
 import pytest
+from chats import byte_level, ragged, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -193,6 +194,19 @@ def test_the_verb_prepares_and_then_has_nothing_to_do(text, tmp_path, monkeypatc
     again = msgspec.json.decode(capsys.readouterr().out)
     assert (first["made"], first["found"]) == (1, 0)
     assert (again["made"], again["found"], again["tokens"]) == (0, 1, first["tokens"])
+
+
+def test_tokens_of_conversations_are_counted_though_they_are_not_in_pieces(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    write_lines(tmp_path / "chat.jsonl", ragged(3))
+    own = [f"data.source={tmp_path}/chat.jsonl", f"data.tokenizer={tmp_path}/tokenizer.json", "data.template=chatml"]
+    words = ["data", "prepare", "arch.preset=tiny", "arch.vocab=336", "sequence=256", "data.format=chat", *own]
+    counts = []
+    for _ in range(2):  # made, and read from the cache
+        assert main([*words, "--workers", "1", "--json"]) == 0
+        counts.append(msgspec.json.decode(capsys.readouterr().out)["tokens"])
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize("said", ["2/2", "1", "a/b", "-1/2", "1/0"])

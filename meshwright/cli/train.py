@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from meshwright.runtime.run_folder import Change
 
 RANK = "meshwright.train.rank"  # by name: the launcher never imports torch
+HELD_SECONDS = 75.0  # in which rank 0, if it is who holds the folder, is there to be met
 
 
 def add_train(verb: argparse.ArgumentParser) -> None:
@@ -293,7 +294,15 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
     fresh = options.fresh and env.attempt() == 1  # a restart resumes what it was asked to start
     folder = options.folder or folders.find(run, fresh=fresh, extend=options.extend)
     # In this order: whoever claims the folder sets the summary aside before it changes the run.
-    changed = [] if fresh else folders.check_owner(folder, run, extend=options.extend)
+    patience = run.faults.meet_seconds
+    try:
+        changed = [] if fresh else folders.check_owner(folder, run, extend=options.extend)
+    except InputError:
+        # What a later rank finds in a folder that is held may be what rank 0 put there a moment ago: that the two were
+        # started with different words is for their meeting to say, where all hear it and none waits for the other.
+        if here.rank == 0 or not folders.is_held(folder):
+            raise
+        changed, patience = True, min(patience, HELD_SECONDS)
     if not fresh and not changed and (finished := folders.read_summary(folder)) is not None:
         if here.rank == 0:
             _teller(options.json)(f"{folder} has finished this run; ask for more steps, or add --fresh")
@@ -304,7 +313,9 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
         return Exit.INTERRUPTED
     if options.debug:
         env.debug()
-    return _serve(run, here, folder, options) if here.rank else _first_rank(run, here, folder, fresh, options)
+    if here.rank == 0:
+        return _first_rank(run, here, folder, fresh, options)
+    return _serve(run, here, folder, options, patience)
 
 
 def _first_rank(run: Run, here: Place, folder: Path, fresh: bool, options: argparse.Namespace) -> int:
@@ -318,7 +329,7 @@ def _first_rank(run: Run, here: Place, folder: Path, fresh: bool, options: argpa
     if claim.changes:
         _teller(options.json)(_extension(claim.changes, run))
     try:
-        code = _serve(run, here, folder, options)
+        code = _serve(run, here, folder, options, run.faults.meet_seconds)
     except (InputError, EarlyEnd, KeyboardInterrupt):
         claim.abandon()
         raise
@@ -328,14 +339,14 @@ def _first_rank(run: Run, here: Place, folder: Path, fresh: bool, options: argpa
     return code
 
 
-def _serve(run: Run, here: Place, folder: Path, options: argparse.Namespace) -> int:
-    """Meet the other ranks, train, and part; the exit code."""
+def _serve(run: Run, here: Place, folder: Path, options: argparse.Namespace, patience: float) -> int:
+    """Meet the other ranks, train, and part; the exit code. `patience`: seconds without a newcomer."""
     from meshwright.runtime import run_folder
     from meshwright.runtime.links import interface_towards
     from meshwright.runtime.ranks import lasting_imports
     from meshwright.runtime.supervise import Sidecar
 
-    met = _met(run, here, folder, options)
+    met = _met(here, folder, options, patience)
     beats = Path(tempfile.gettempdir()) / f"meshwright-{met.session}"  # the folder is rank 0's to claim
     run_folder.make_own(beats)
     about = {"place": met.place, "beats": str(beats), "speaks": here.rank == 0, "session": met.session}
@@ -368,7 +379,7 @@ def _warn_of_machine(rank: int) -> None:
             print(f"warning: {seen.host}: {found.text}; {found.remedy}", file=sys.stderr, flush=True)
 
 
-def _met(run: Run, here: Place, folder: Path, options: argparse.Namespace) -> "Met":
+def _met(here: Place, folder: Path, options: argparse.Namespace, patience: float) -> "Met":
     """Who is beside this rank. Whoever listens for ranks itself, as torchrun does, has started them all."""
     from meshwright.runtime import meeting
     from meshwright.runtime.failure import session_above
@@ -379,7 +390,7 @@ def _met(run: Run, here: Place, folder: Path, options: argparse.Namespace) -> "M
         ranks = tuple(range(first, first + here.local_world))
         return meeting.Met(place=here, ranks=ranks, session=session)
     say = (lambda text: None) if here.rank else _teller(options.json)
-    return meeting.meet(here, folder, session, run.faults.meet_seconds, say)
+    return meeting.meet(here, folder, session, patience, say)
 
 
 def _tell_end(code: int, run: Run, folder: Path, options: argparse.Namespace) -> None:

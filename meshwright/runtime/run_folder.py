@@ -187,6 +187,18 @@ def locked(folder: Path) -> Any:
     return lock
 
 
+def is_held(folder: Path) -> bool:
+    """Whether somebody holds the folder right now, as far as its filesystem knows."""
+    try:
+        with open(folder / LOCK) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def check_owner(folder: Path, run: Run, *, extend: bool = False) -> list[Change]:
     """How this run differs from the one in a folder, where it may go on there. What is not a run's is never touched."""
     with writing(folder, "name another --folder"):

@@ -75,9 +75,14 @@ def test_an_address_that_cannot_be_resolved_is_a_mistake_and_nobody_comes_back_f
     assert "Traceback" not in said
 
 
-def test_ranks_that_differ_all_leave_with_a_sentence(user):
-    port = free_port()
-    ranks = [start(user, rank, f"seed={rank}", "--folder", "differ", port=port) for rank in range(2)]
+@pytest.mark.parametrize("is_late", [False, True])
+def test_ranks_that_differ_all_leave_with_a_sentence(user, is_late):
+    """Also where rank 0 has written its run into the folder before the other looks."""
+    port, folder = free_port(), f"differ{is_late}"
+    ranks = [start(user, 0, "seed=0", "--folder", folder, port=port)]
+    if is_late:
+        wait_for((user / folder / "meeting.key").exists, ranks[0])
+    ranks.append(start(user, 1, "seed=1", "--folder", folder, port=port))
     said = [rank.communicate(timeout=GIVEN_UP)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2], said
     assert all("rank 1 has seed = 1, the others 0" in text for text in said), said

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils import stateless
 
 from meshwright.models.layers import OffsetRMSNorm, accum_dtype
+from meshwright.parallel.mesh import sum_over
 
 
 def hold(module: nn.Module, name: str, weight: Tensor, axes: DeviceMesh, placements: list[Any]) -> None:
@@ -148,13 +149,11 @@ class _Summed(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
+        return sum_over(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _Summed.apply(grads[0].contiguous(), ctx.group), None
+        return sum_over(grads[0], ctx.group), None
 
 
 def placed(rank: int, ranks: int) -> Callable[[Tensor], Tensor]:

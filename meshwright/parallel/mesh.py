@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -239,6 +240,10 @@ all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dis
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+# Where the compiler looks on, the collectives below are functional: torch 2.11 loses what others write in a backward
+# that it compiles, and hands on what the memory held before.
+
+
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The parts of all ranks, joined along a dim; going back, gradients are summed and each rank gets its part."""
     return _GatherOrScatter.apply(x, dim, group, True)
@@ -252,6 +257,8 @@ def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def join(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """All ranks' parts along a dim, in the order of ranks; not differentiable."""
     first = x.movedim(dim, 0).contiguous()
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_gather_tensor(first, 0, group)).movedim(0, dim)
     whole = first.new_empty(first.shape[0] * group.size(), *first.shape[1:])
     all_gather(whole, first, group=group)
     return whole.movedim(0, dim)
@@ -260,9 +267,20 @@ def join(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def sum_parts(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's part along a dim of the sum over all ranks; not differentiable."""
     first = x.movedim(dim, 0).contiguous()
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.reduce_scatter_tensor(first, "sum", 0, group)).movedim(0, dim)
     part = first.new_empty(first.shape[0] // group.size(), *first.shape[1:])
     reduce_scatter(part, first, group=group)
     return part.movedim(0, dim)
+
+
+def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over all ranks; not differentiable."""
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def sum_once(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -297,9 +315,7 @@ class _GatherOrScatter(Function):
 class _SumOnce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, group=group)
-        return x
+        return sum_over(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -312,10 +328,16 @@ class _AllToAll(Function):
         ctx: Any, x: Tensor, group: dist.ProcessGroup, sent: list[int] | None, received: list[int] | None
     ) -> Tensor:
         ctx.group, ctx.sent, ctx.received = group, sent, received
-        arrived = x.new_empty(len(x) if received is None else sum(received), *x.shape[1:])
-        dist.all_to_all_single(arrived, x.contiguous(), received, sent, group=group)
-        return arrived
+        return _exchanged(x, group, sent, received)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all(grads[0], ctx.group, ctx.received, ctx.sent), None, None, None
+        return _exchanged(grads[0], ctx.group, ctx.received, ctx.sent), None, None, None
+
+
+def _exchanged(x: Tensor, group: dist.ProcessGroup, sent: list[int] | None, received: list[int] | None) -> Tensor:
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), received, sent, group))
+    arrived = x.new_empty(len(x) if received is None else sum(received), *x.shape[1:])
+    dist.all_to_all_single(arrived, x.contiguous(), received, sent, group=group)
+    return arrived

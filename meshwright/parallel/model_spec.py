@@ -11,7 +11,6 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -29,6 +28,7 @@ from meshwright.models.layers import HeadLayerNorm
 from meshwright.models.lora import DoraLinear, FrozenLinear, LoraLinear
 from meshwright.models.moe import MoELayer
 from meshwright.parallel.local_parts import LocalPart, SharedHeads, SplitNorm, hold, read_partial, reading_locally
+from meshwright.parallel.mesh import sum_over
 from meshwright.spec.arch import Arch
 from meshwright.spec.coded import BLOCK, SCALES
 from meshwright.spec.params import Split, params, shares_heads
@@ -296,12 +296,6 @@ def product_over_tp(linear: FrozenLinear, product: Callable[[Tensor], Tensor], r
     return whole.redistribute(placements=[SEQUENCE]) if rows_cut else whole
 
 
-def sum_over(group: dist.ProcessGroup, squares: Tensor) -> Tensor:
-    """The sum over the ranks of a group, that each hold a part of every row."""
-    dist.all_reduce(squares, group=group)
-    return squares
-
-
 class AdaptedColwise(ColwiseParallel):
     """A column-parallel linear layer and its adapter, of which B is cut by columns too and A is whole."""
 
@@ -342,7 +336,7 @@ def hold_adapted(linear: FrozenLinear, device_mesh: DeviceMesh, rows_cut: bool) 
     if rows_cut and isinstance(linear, LoraLinear):
         linear.first = device_mesh.get_local_rank() * -(-linear.in_features // device_mesh.size())
     if rows_cut and isinstance(linear, DoraLinear):
-        linear.across = partial(sum_over, device_mesh.get_group())
+        linear.across = partial(sum_over, group=device_mesh.get_group())
 
 
 class SlicedIndex(ParallelStyle):

@@ -23,8 +23,8 @@ from meshwright.models.layers import Attention
 from meshwright.models.lora import AdaptedExperts, FrozenLinear
 from meshwright.models.moe import Experts, MoELayer
 from meshwright.parallel.local_parts import hold, hold_sinks, placed, read_partial, reading_locally
-from meshwright.parallel.mesh import Mesh, gather, local, scatter
-from meshwright.parallel.model_spec import ModelSpec, hold_adapted, note, resolved, shared_heads, sum_over
+from meshwright.parallel.mesh import Mesh, gather, local, scatter, sum_over
+from meshwright.parallel.model_spec import ModelSpec, hold_adapted, note, resolved, shared_heads
 from meshwright.spec.coded import ABSMAX, SCALES
 from meshwright.spec.plan import Plan
 from meshwright.spec.tuning import DOWN
@@ -128,7 +128,7 @@ def _place_adapted(experts: AdaptedExperts, mesh: Mesh) -> None:
             replace(how, block=rank * how.row_blocks // ranks) if stack == "down" else replace(how, row=rank * rows)
         )
     if ranks > 1:
-        experts.across["down"] = partial(sum_over, mesh.group("tp"))
+        experts.across["down"] = partial(sum_over, group=mesh.group("tp"))
 
 
 def _placement(name: str, module: nn.Module, layer: MoELayer) -> Placement:

@@ -119,10 +119,25 @@ def quantize_linear(x: Tensor, scaling: Scaling, dtype: torch.dtype = E4M3) -> t
     return _scaled(x, scale_of(x, scaling, dtype), dtype)
 
 
+def _has_rows_on_cpus() -> bool:
+    """Whether torch multiplies FP8 matrices with a scale for each row on a CPU. 2.11 does not."""
+    a, scale = torch.zeros(16, 16, dtype=E4M3), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(a, a.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
+ROWS_ON_CPUS = _has_rows_on_cpus()
+
+
 def _matmul(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool = True) -> Tensor:
     """a @ b.T of quantized matrices, both with the summed dimension contiguous."""
     if dtype == torch.float64:
         return (a[0].double() * a[1]) @ (b[0].double() * b[1]).t()
+    if not (a[0].is_cuda or a[1].numel() == 1 or ROWS_ON_CPUS):
+        return ((a[0].float() * a[1]) @ (b[0].float() * b[1]).t()).to(dtype)
     return torch._scaled_mm(a[0], b[0].t(), scale_a=a[1], scale_b=b[1].t(), out_dtype=dtype, use_fast_accum=fast)
 
 

@@ -7,7 +7,8 @@ its own gradient.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +24,23 @@ class Half(NamedTuple):
 
 def in_halves(value: Tensor, *halves: Half) -> Tensor:
     """A value that was made without a graph, with the gradients of the tensors that it is of."""
-    return _Joined.apply((value,), *(_Half.apply(half.of, value.shape, value.dtype, half) for half in halves))
+    parts = [_Half.apply(half.of, value.shape, value.dtype, half) for half in halves]
+    if _begins_at_functions():
+        return _Joined.apply((value,), *parts)
+    for part in parts:  # zeros: a pass over the value each
+        value = value + part
+    return value
+
+
+@cache
+def _begins_at_functions() -> bool:
+    """Whether a backward can begin at a Python function's node, where both halves part. Torch 2.11's cannot."""
+    value = torch.zeros((), requires_grad=True)
+    node = cast(Any, _Joined.apply((value.detach(),), value).grad_fn)
+    try:
+        return bool(node._input_metadata)
+    except RuntimeError:
+        return False
 
 
 class _Half(torch.autograd.Function):

@@ -8,16 +8,19 @@ used travels with the gradient's norm, one number each: what no rank used in a s
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Shard
 
 from meshwright.models.moe import Experts
@@ -43,6 +46,8 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.
     dense, expert = (
         grid["shard"] if hooked or grid["replicate"].size() == 1 else grid["replicate", "shard"] for grid in grids
     )
+    if not all(weight.is_floating_point() for weight in model.parameters()):
+        _shard_integers()
     for module, grid in [*_sharers(model_spec.blocks(model), plan, dense, expert), (model, dense)]:
         fully_shard(
             module,
@@ -62,6 +67,25 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.
     every = [block for block in with_weights(model_spec.blocks(model)) if not isinstance(block, AheadBlock)]
     _prefetch(every, plan, mesh)
     return deterministic.attach(model, plan, mesh)
+
+
+@cache
+def _shard_integers() -> None:
+    """Have torch before 2.13 shard frozen codes as later ones do: it wants their gradients, and gathers as floats."""
+    if torch.__version__ >= "2.13":
+        return
+    attributes = FSDPParam.init_dtype_attrs
+
+    def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad=requires_grad and data.is_floating_point())
+
+    def init_dtype_attrs(self: FSDPParam, mp_policy: MixedPrecisionPolicy) -> None:
+        attributes(self, mp_policy)
+        if not self.orig_dtype.is_floating_point:
+            self.param_dtype = None
+
+    FSDPParam.init_dtype_attrs = init_dtype_attrs
+    _fsdp_param.nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _prefetch(blocks: list[nn.Module], plan: Plan, mesh: Mesh) -> None:

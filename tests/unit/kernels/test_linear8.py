@@ -14,6 +14,7 @@ from meshwright.kernels.fp8 import (
     FORMATS,
     LARGEST,
     LARGEST_OF,
+    ROWS_ON_CPUS,
     Fp8Linear,
     cast,
     cast_both,
@@ -152,6 +153,8 @@ def matmuls(monkeypatch, **how) -> list[tuple[torch.dtype, torch.dtype, bool]]:
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_each_matmul_has_the_format_and_the_accumulation_that_are_set(scaling, monkeypatch):
+    if scaling == "rowwise" and not ROWS_ON_CPUS:
+        pytest.skip("this torch has no such matmul on a CPU")
     e5m2 = torch.float8_e5m2
     assert matmuls(monkeypatch, scaling=scaling) == [(E4M3, E4M3, True)] * 3
     as_torchao = matmuls(monkeypatch, scaling=scaling, accumulate="exact", grad_format="e5m2")

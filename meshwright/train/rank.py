@@ -28,7 +28,6 @@ from meshwright.config.run import Run
 from meshwright.config.weights import BASE, TEXT, BaseDigest, note_of
 from meshwright.cost import goodput
 from meshwright.cost.flops import utilization
-from meshwright.cost.noise_scale import noise_scale
 from meshwright.data.chat import GENERATION, TEMPLATE, text_folder
 from meshwright.data.prepare import Corpus, prepare
 from meshwright.data.prepare import described as described_data
@@ -56,6 +55,7 @@ from meshwright.train.heartbeat import Heartbeat, deviated, recorded
 from meshwright.train.inject import inject
 from meshwright.train.log import PlainLines, Recorder, Writer, default_stream, peak_bytes, screen
 from meshwright.train.loop import StepResult, Stop, train
+from meshwright.train.noise_scale import noise_scale
 from meshwright.train.oom import expected, explaining
 from meshwright.train.sample import closing_sample
 from meshwright.train.saving import restore

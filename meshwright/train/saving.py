@@ -28,7 +28,7 @@ from meshwright.config.weights import describe
 from meshwright.optim import host_memory
 from meshwright.optim.interface import SavedPart, learning_rate
 from meshwright.parallel import load_bias, precision
-from meshwright.parallel.arriving import ArrivingNumbers
+from meshwright.parallel.device import ArrivingNumbers
 from meshwright.parallel.mesh import DENSE, EXPERT, Mesh, cut_dim, local, region_of
 from meshwright.runtime import run_folder
 from meshwright.runtime.records import SaveRecord

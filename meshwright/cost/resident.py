@@ -35,10 +35,8 @@ from meshwright.cost.rank_view import (
 from meshwright.cost.traffic import FIRST, in_sight, quantized_bytes, sent_elements, server_elements
 from meshwright.spec.arch import Arch
 from meshwright.spec.blockwise import FORMATS
-from meshwright.spec.lossy import factors, message_bytes
-from meshwright.spec.onebit import chunk_length, packed_bytes
+from meshwright.spec.communication import chunk_length, factors, message_bytes, outer_states, packed_bytes
 from meshwright.spec.optimizers import ADAMW, DESCRIPTIONS
-from meshwright.spec.outer import outer_states
 from meshwright.spec.params import Split, count, frozen_bytes, params, trained
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import Schedule, actions

@@ -33,10 +33,20 @@ from meshwright.cost.rank_view import (
 )
 from meshwright.spec.arch import Arch
 from meshwright.spec.blockwise import FORMATS, is_quantized
-from meshwright.spec.lossy import block_of, factors, message_bytes, part_shape
-from meshwright.spec.onebit import packed_bytes
+from meshwright.spec.communication import (
+    BITS,
+    SCALE_BYTES,
+    TALLY,
+    TOLD,
+    block_length,
+    block_of,
+    factors,
+    message_bytes,
+    packed_bytes,
+    part_shape,
+    served_rows,
+)
 from meshwright.spec.optimizers import DESCRIPTIONS, OptimizerSpec, Statistic, is_of
-from meshwright.spec.outer import BITS, SCALE_BYTES, TALLY, TOLD, block_length, served_rows
 from meshwright.spec.params import Param, Split, buffers, kv_part, params, trained
 from meshwright.spec.plan import FP8_MULTIPLE, Plan
 from meshwright.spec.schedule import IN_SIGHT, Schedule, actions

@@ -22,7 +22,7 @@ from meshwright.optim.master_weights import given
 from meshwright.optim.outer import Meeting, NoOuterLoop
 from meshwright.optim.sign_exchange import SignExchange
 from meshwright.parallel.mesh import Mesh, local
-from meshwright.spec.onebit import SERVER_ERROR, WORKER_ERROR, Exchange, exchange_of
+from meshwright.spec.communication import SERVER_ERROR, WORKER_ERROR, Exchange, exchange_of
 
 
 class CompressingRule(WholeTensorRule):

@@ -28,8 +28,7 @@ from meshwright.optim.outer_quant import Codes
 from meshwright.parallel.deterministic import bit_sum, odd_ones
 from meshwright.parallel.mesh import Mesh, join, local
 from meshwright.runtime.failure import Exit, Failure, FailureError
-from meshwright.spec.onebit import calendar_of
-from meshwright.spec.outer import ANCHOR, MOMENTUM, TALLY, fragment_of, outer_states
+from meshwright.spec.communication import ANCHOR, MOMENTUM, TALLY, calendar_of, fragment_of, outer_states
 from meshwright.spec.params import params
 
 HALF = 2**32  # checksums travel in two numbers that a double holds exactly

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.parallel.block_codes import as_bytes, as_codes, codes_of
 from meshwright.parallel.mesh import join
-from meshwright.spec.outer import BITS, block_length
+from meshwright.spec.communication import BITS, block_length
 from meshwright.spec.plan import Plan
 
 Tensors = list[Tensor]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.parallel.mesh import all_gather
-from meshwright.spec.onebit import SCALE_BYTES, chunk_length
+from meshwright.spec.communication import SCALE_BYTES, chunk_length
 
 BITS = 8  # in a byte
 

@@ -18,7 +18,7 @@ from meshwright.search.bounds import MemoryBound, PlanGroup, frugal_split, group
 from meshwright.search.question import Question
 from meshwright.search.sizes import gpus_needed, largest_model, largest_sequence
 from meshwright.search.space import CHUNKS, SCHEDULES, PipelineChoice, compiles, divisors, homes, problems
-from meshwright.spec.lossy import described
+from meshwright.spec.communication import described
 from meshwright.spec.optimizers import DESCRIPTIONS, OPTIMIZERS, in_state_dtype
 from meshwright.spec.plan import AXES, FIELDS, Plan, balanced_stages
 from meshwright.spec.schedule import default_chunks

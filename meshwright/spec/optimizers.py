@@ -12,8 +12,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from meshwright.spec.blockwise import FORMATS, SCALES, Columns, is_quantized, scales_name
-from meshwright.spec.lossy import FEEDBACK
-from meshwright.spec.onebit import SERVER_ERROR, WORKER_ERROR
+from meshwright.spec.communication import FEEDBACK, SERVER_ERROR, WORKER_ERROR
 
 PartOf = tuple[tuple[int, ...], Columns]  # of a part of a parameter: the whole shape, and the part's columns in that
 # How a state tensor is shaped beside its parameter (…, r, c): like it, (…, r), (…, c), or one number. A whole matrix of
@@ -107,8 +106,8 @@ class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True):
     whole: bool = False
     reductions: tuple[tuple[Statistic, ...], ...] = ()
     orthogonalizes: bool = False  # matrices, whole, which ranks share out by spec/matrices.py
-    # Replicas keep their gradients apart and exchange momenta in one bit an element, by spec/onebit.py. Beside its
-    # states a rank keeps what it leaves out as the server of its chunk of every weight.
+    # Replicas keep their gradients apart and exchange momenta in one bit an element, by spec/communication.py. Beside
+    # its states a rank keeps what it leaves out as the server of its chunk of every weight.
     compresses: bool = False
     is_exact: bool = True  # no reduction rounds: the same bits however tensors are cut
     keys: tuple[str, ...]  # of [optim], those that only it and its likes read

@@ -42,7 +42,7 @@ from meshwright.runtime.heartbeat import PhaseMark, PhaseTable
 from meshwright.runtime.place import RankSpec
 from meshwright.runtime.records import AttemptRecord, EventRecord, Summary
 from meshwright.runtime.run_folder import DATA, STOP, write_summary
-from meshwright.spec import lossy
+from meshwright.spec import communication
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
 from meshwright.train import build as building
@@ -199,7 +199,7 @@ def _run_rank(
             *outer.described(run),
             *onebit.described(run),
             *parameter_server.described(run),
-            *lossy.described(run.plan),
+            *communication.described(run.plan),
         )
         for line in (*how, f"kernels: {kernels}"):
             screen.say(line)

@@ -34,9 +34,8 @@ from meshwright.runtime import run_folder
 from meshwright.runtime.records import SaveRecord
 from meshwright.spec.arch import Arch
 from meshwright.spec.blockwise import is_scales
-from meshwright.spec.onebit import OWN_ERRORS, SERVER_ERROR, calendar_of
+from meshwright.spec.communication import ANCHOR, OWN_ERRORS, SERVER_ERROR, calendar_of, kind_of, of_part
 from meshwright.spec.optimizers import BESIDE
-from meshwright.spec.outer import ANCHOR, kind_of, of_part
 from meshwright.spec.params import saved, stored, trained
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem

@@ -34,11 +34,11 @@ from meshwright.cost.rank_view import (
 )
 from meshwright.cost.traffic import FIRST, in_sight, quantized_bytes, sent_elements, server_elements
 from meshwright.spec.arch import Arch
-from meshwright.spec.blockwise import FORMATS
 from meshwright.spec.communication import chunk_length, factors, message_bytes, outer_states, packed_bytes
 from meshwright.spec.optimizers import ADAMW, DESCRIPTIONS
 from meshwright.spec.params import Split, count, frozen_bytes, params, trained
 from meshwright.spec.plan import Plan
+from meshwright.spec.quantized import FORMATS
 from meshwright.spec.schedule import Schedule, actions
 
 PIECE, SLOTS = 1 << 24, 4  # elements that are moved together, and pieces on their way, as in optim/offload.py

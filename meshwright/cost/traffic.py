@@ -32,7 +32,6 @@ from meshwright.cost.rank_view import (
     updated_elements,
 )
 from meshwright.spec.arch import Arch
-from meshwright.spec.blockwise import FORMATS, is_quantized
 from meshwright.spec.communication import (
     BITS,
     SCALE_BYTES,
@@ -49,6 +48,7 @@ from meshwright.spec.communication import (
 from meshwright.spec.optimizers import DESCRIPTIONS, OptimizerSpec, Statistic, is_of
 from meshwright.spec.params import Param, Split, buffers, kv_part, params, trained
 from meshwright.spec.plan import FP8_MULTIPLE, Plan
+from meshwright.spec.quantized import FORMATS, is_quantized
 from meshwright.spec.schedule import IN_SIGHT, Schedule, actions
 from meshwright.spec.tuning import pair_slots
 

@@ -1,7 +1,7 @@
 """0/1 Adam (Lu et al. 2022): no warm-up, but a variance that is updated more and more rarely; then local steps.
 
-Until `optim.freeze_step`, in the steps of `spec/communication.py: variance_steps` (so many, as many at half the rate,
-…) gradients are summed exactly and update both moments; in the others a mean gradient of one bit updates the first. Then:
+Until `optim.freeze_step`, in `variance_steps` (spec/communication.py: so many, as many at half the rate, …)
+gradients are summed exactly and update both moments; in the others a mean gradient of one bit updates the first. Then:
 
     m_i ← β₁m_i + (1 − β₁)g_i,  u_i ← u_i + η · m_i,  w_i ← w_i − η · m_i / (√v + ε)          on each worker alone
     at a sync:  u ← mean of u_i in one bit, with error feedback,  m ← u ÷ Ση

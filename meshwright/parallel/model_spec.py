@@ -30,10 +30,10 @@ from meshwright.models.lora import DoraLinear, FrozenLinear, LoraLinear
 from meshwright.models.moe import MoELayer
 from meshwright.parallel.local_parts import LocalPart, SharedHeads, SplitNorm, hold, read_partial, reading_locally
 from meshwright.spec.arch import Arch
-from meshwright.spec.coded import BLOCK, SCALES
 from meshwright.spec.params import Split, params, shares_heads
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import Problem
+from meshwright.spec.quantized import BLOCK, SCALES
 from meshwright.spec.tuning import DOWN, MAGNITUDE, UP
 
 Blocks = Mapping[str, nn.Module]

@@ -18,11 +18,11 @@ from meshwright.config.run import Optim, Run
 from meshwright.config.tuning import TUNED_PLAN_RULES, cuts_tuned, idle_stage
 from meshwright.search.question import Question, variants
 from meshwright.spec.arch import Arch
-from meshwright.spec.blockwise import FORMATS
 from meshwright.spec.optimizers import DESCRIPTIONS
 from meshwright.spec.params import cut_widths
 from meshwright.spec.plan import AXES, FIELDS, FP8_MULTIPLE, Plan, balanced_stages
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.quantized import FORMATS
 from meshwright.spec.schedule import SPLIT_BACKWARD, Schedule, default_chunks, legal
 
 FIRST_SHARES = 8  # parts of a stage's blocks that "first-K" goes by: one is 4 % of the time at most

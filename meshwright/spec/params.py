@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from meshwright.spec.arch import Arch
-from meshwright.spec.coded import CODES, Held, parts
+from meshwright.spec.quantized import CODES, Held, parts
 from meshwright.spec.tuning import DOWN, MAGNITUDE, UP, companion
 
 STD = 0.02  # GPT-2's; projections back into the residual stream shrink by the root of their number

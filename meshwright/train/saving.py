@@ -33,12 +33,12 @@ from meshwright.parallel.mesh import DENSE, EXPERT, Mesh, cut_dim, local, region
 from meshwright.runtime import run_folder
 from meshwright.runtime.records import SaveRecord
 from meshwright.spec.arch import Arch
-from meshwright.spec.blockwise import is_scales
 from meshwright.spec.communication import ANCHOR, OWN_ERRORS, SERVER_ERROR, calendar_of, kind_of, of_part
 from meshwright.spec.optimizers import BESIDE
 from meshwright.spec.params import saved, stored, trained
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.quantized import is_scales
 from meshwright.train.state import State, owner_of
 
 Say = Callable[[str], None]

@@ -371,7 +371,7 @@ def _serve(run: Run, here: Place, folder: Path, options: argparse.Namespace, pat
 def _warn_of_machine(rank: int) -> None:
     """What the doctor would say of this machine alone, which takes milliseconds; training may do without."""
     from meshwright.runtime import doctor
-    from meshwright.runtime.gpu_health import gpu_health
+    from meshwright.runtime.nvml import gpu_health
 
     seen = msgspec.structs.replace(doctor.look(env.gpu_names()), rank=rank, health=gpu_health())
     for found in doctor.findings([seen], [], env.of_ranks()):

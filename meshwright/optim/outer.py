@@ -10,10 +10,10 @@ Then they meet. With x the weights as they were last synced, x_r a replica's now
 and every replica goes on from x with its optimizer states as they are. α, η are `optim.outer_lr`, β, μ are
 `optim.outer_momentum`. Streaming DiLoCo (Douillard et al. 2025) syncs fragments of the model at staggered steps.
 
-With `plan.outer_quant` deltas travel in eight or four bits. A row of a matrix is cut into blocks of up to 128 of
-its elements, whatever part of the weight a rank holds: codes do not depend on the plan inside a replica. A block's scale is
-its largest absolute value ÷ 127 (int4: ÷ 7). Vectors are sent as they are. Replicas all-gather codes and scales and add
-them up in the precision of the weights: no sum is ever made of codes, and all replicas compute the same mean.
+With `plan.outer_quant` deltas travel in eight or four bits. A row of a matrix is cut into blocks of up to 128 elements
+of the whole weight, whatever part of it a rank holds: codes do not depend on the plan inside a replica. A block's scale
+is its largest absolute value ÷ 127 (int4: ÷ 7). Vectors are sent as they are. Replicas all-gather codes and scales and
+add them up in the precision of the weights: no sum is ever made of codes, and all replicas compute the same mean.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

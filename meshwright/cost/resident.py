@@ -608,9 +608,9 @@ def _two_blocks(held: Iterable[ParamGroup], view: RankView) -> int:
             outside += _gathered_once(group, view)
         else:
             kind = experts if group.shared_by_ep else dense
-            alike = arch.is_mixture(layer), arch.looks_ahead(layer)  # some may be frozen, which are gathered too
+            alike = arch.is_moe(layer), arch.looks_ahead(layer)  # some may be frozen, which are gathered too
             kind[alike] = max(kind[alike], _gathered_once(group, view))
-    layers = [(arch.is_mixture(layer), arch.looks_ahead(layer)) for layer in range(arch.blocks)]
+    layers = [(arch.is_moe(layer), arch.looks_ahead(layer)) for layer in range(arch.blocks)]
     before = [0, *(dense[alike] if view.plan.shards > 1 else 0 for alike in layers)]
     return outside + max(dense[alike] + experts[alike] + more for alike, more in zip(layers, before, strict=False))
 

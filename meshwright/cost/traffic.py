@@ -215,8 +215,8 @@ def _magnitudes_over_tp(part: StageLayers, view: RankView) -> Iterator[Collectiv
     rows = Counter[tuple[bool, int]]()
     for param in trained(view.arch) if view.plan.tp > 1 else ():
         if param.init == "norms" and param.split is Split.NONE:
-            rows[view.arch.is_mixture(param.layer), math.prod(local_shape(param, view))] += 1
-    layers = Counter(view.arch.is_mixture(layer) for layer in range(view.arch.layers))
+            rows[view.arch.is_moe(param.layer), math.prod(local_shape(param, view))] += 1
+    layers = Counter(view.arch.is_moe(layer) for layer in range(view.arch.layers))
     again = part.recomputed
     passes = {False: part.dense + again.dense, True: part.mixtures + again.mixtures}
     for (mixture, size), found in rows.items():
@@ -320,7 +320,7 @@ def _routers_over_cp(part: StageLayers, view: RankView) -> Iterator[Collective]:
 def _mixture_passes(part: StageLayers, view: RankView) -> tuple[int, int]:
     """How often a step goes forward through layers with experts, and how often back."""
     times, flows = view.plan.grad_accum, zip(range(part.begin, part.begin + part.layers), part.flow, strict=True)
-    back = sum(flow.mlp_in for layer, flow in flows if view.arch.is_mixture(layer))
+    back = sum(flow.mlp_in for layer, flow in flows if view.arch.is_moe(layer))
     return (part.mixtures + part.recomputed.mixtures) * times, back * times
 
 

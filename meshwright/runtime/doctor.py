@@ -264,7 +264,7 @@ def _wires(links: Sequence[LinkFacts]) -> Iterator[Finding]:
             text = f"{link.first} and {link.second}: {link.bandwidth / 1e9:.2f} GB/s, {link.seconds * 1e6:.0f} µs"
             text += f"; the median is {usual / 1e9:.2f} GB/s, {wait * 1e6:.0f} µs"
             yield Finding(
-                kind="problem", text=text, remedy="leave out the machine that is in several such pairs, or mend it"
+                kind="problem", text=text, remedy="leave out the machine that is in several such pairs, or repair it"
             )
 
 

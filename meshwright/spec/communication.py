@@ -172,7 +172,7 @@ def part_shape(shape: Shape, parts: int) -> Shape:
     return (*shape[:dim], math.ceil(shape[dim] / parts), *shape[dim + 1 :])
 
 
-def message_bytes(form: str, tensors: Iterable[tuple[int, int]], wide: int) -> int:
+def message_bytes(form: str, tensors: Iterable[tuple[int, int]], element_bytes: int) -> int:
     """Bytes of one rank's message: tensors by their elements and their block, of so many bytes an element."""
     plain = blocks = codes = 0
     for elements, block in tensors:
@@ -182,7 +182,7 @@ def message_bytes(form: str, tensors: Iterable[tuple[int, int]], wide: int) -> i
             blocks += elements // block
             codes += elements
         else:
-            plain += elements * wide
+            plain += elements * element_bytes
     return plain + blocks * SCALE_BYTES + math.ceil(codes * BITS.get(form, 0) / 8)
 
 

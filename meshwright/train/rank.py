@@ -520,7 +520,7 @@ def fact(source: str, tokens: Tokens) -> Fact:
 
 def differences(there: list[Fact], here: list[Fact]) -> list[Problem]:
     """Sources that have changed."""
-    remedy = "put the data back as it was, add --extend to go on with it as it is, or start over with --fresh"
+    remedy = "put the data back as it was, add --extend to resume with it as it is, or start over with --fresh"
     return [
         Problem(f"{new.source} has changed since the run began ({old.tokens} tokens then, {new.tokens} now)", remedy)
         for old, new in zip(there, here, strict=False)

@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from meshwright.cost.noise_scale import noise_scale
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.records import StepRecord, read_line
 from meshwright.runtime.run_folder import STOP
+from meshwright.train.noise_scale import noise_scale
 
 RESULT = Path(__file__).parents[1] / "results" / "batch_size.json"
 BATCHES = (4, 8, 16, 32, 64, 128)

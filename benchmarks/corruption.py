@@ -288,7 +288,7 @@ def table(record: dict[str, Any]) -> str:
     for clean in (record["clean_fp32"], record["clean_bf16"]):
         lines.append(
             f"| clean steps in {clean['precision']} | {clean['alarms']} false alarms in {clean['steps']:,} steps and "
-            f"{clean['products']:,} products; the largest residual was {clean['largest_score']:.2f} of its tolerance |"
+            f"{clean['products']:,} matmuls; the largest residual was {clean['largest_score']:.2f} of its tolerance |"
         )
     lines.append(
         f"| cost | {price['cost']:+.1%} of a step's CPU time (medians of {price['pairs']} pairs of steps in turn; half "

@@ -357,7 +357,7 @@ def table(record: dict[str, Any]) -> str:
             "interruption by a loss or a return, median and longest",
             f"{statistics.median(cuts):.2f} s, {max(cuts):.2f} s",
         ),
-        ("the same, seconds in all ÷ kills", f"{sum(cuts) / kills:.2f} s"),
+        ("the same, total seconds ÷ kills", f"{sum(cuts) / kills:.2f} s"),
         ("a step, median", f"{step:.2f} s"),
         ("a healthy step, ÷ that of plain replicas: median", f"{statistics.median(ratios):.2f}"),
         (f"the same, of {len(ratios)} interleaved pairs: from, to", f"{ratios[0]:.2f}, {ratios[-1]:.2f}"),

@@ -33,9 +33,9 @@ from meshwright.kernels.coded import CodedPart, decode, encode
 from meshwright.models.init import initial
 from meshwright.runtime.files import replace_file, replace_json
 from meshwright.spec.arch import Arch
-from meshwright.spec.coded import BLOCK
 from meshwright.spec.params import Param, buffers, params, trained
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.quantized import BLOCK
 from meshwright.spec.tuning import DOWN, MAGNITUDE, UP, Tuning, companion, is_adapter
 
 SHARD_BYTES = 5 * 10**9

@@ -32,9 +32,8 @@ from meshwright.checkpoint.state import (
 from meshwright.checkpoint.storage import READ_BYTES, THREADS, CorruptError, Damage, Item
 from meshwright.config.run import Run, digests
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec.lossy import FEEDBACK
+from meshwright.spec.communication import ANCHOR, FEEDBACK, MOMENTUM, kind_of, of_part, part_of
 from meshwright.spec.optimizers import saved_by
-from meshwright.spec.outer import ANCHOR, MOMENTUM, kind_of, of_part, part_of
 from meshwright.spec.problem import InputError, Problem
 
 WEIGHT = "weight/"  # how the names of weights begin, among those of optimizer states

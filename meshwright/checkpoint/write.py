@@ -30,7 +30,7 @@ from meshwright.checkpoint.state import TensorShard
 from meshwright.checkpoint.storage import ANOTHER, CorruptError, Damage, Disk
 from meshwright.config.run import Checkpoint, Run, digest
 from meshwright.config.weights import best_step
-from meshwright.parallel.arriving import ArrivingNumbers
+from meshwright.parallel.device import ArrivingNumbers
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime.records import BOUNDS, SaveRecord
 from meshwright.runtime.run_folder import ROOM, fewer_kept, lack_of_room

@@ -33,14 +33,7 @@ HEAD = f"{'plan':<26}" + "".join(f"{name:>{width}}" for name, width in zip(COLUM
 
 def add_bench(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.add_argument("words", nargs="*", metavar="RUN.toml | MODEL | key=value", help=words.OVERRIDES)
-    verb.add_argument(
-        "--plan",
-        type=words.plan_words,
-        action="append",
-        default=[],
-        help='a plan to measure; may be repeated: "shard=2,zero=3"',
-    )
+    words.add_plans(verb, 'a plan to measure; may be repeated: "shard=2,zero=3"')
     verb.add_argument("--sweep", action="store_true", help="one rank, DDP, ZeRO-1, ZeRO-2 and FSDP side by side")
     verb.add_argument(
         "--ranks",

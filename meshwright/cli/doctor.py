@@ -15,9 +15,9 @@ from meshwright.runtime import doctor as facts_of
 from meshwright.runtime.doctor import Finding, LinkFacts, RankFacts
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.files import replace_file, require_folder
-from meshwright.runtime.gpu_health import gpu_health
 from meshwright.runtime.links import LinkServer, call, own_address, rounds
 from meshwright.runtime.meeting import named
+from meshwright.runtime.nvml import gpu_health
 from meshwright.runtime.place import ALONE, Place
 from meshwright.spec.problem import mistake
 

@@ -72,15 +72,15 @@ def _answer(options: argparse.Namespace) -> int:
             print(msgspec.json.encode(answer).decode())
         return code
     except RuntimeError as error:
-        verdict = failure.verdict_of(error)
-        if verdict is None:
+        failed = failure.verdict_of(error)
+        if failed is None:
             raise
-        print(verdict, file=sys.stderr)
+        print(failed, file=sys.stderr)
         if options.json:
-            problem = Problem(verdict.what, verdict.remedy)
-            answer = {"state": "failed", "exit_code": verdict.code, "problems": [problem]}
+            problem = Problem(failed.what, failed.remedy)
+            answer = {"state": "failed", "exit_code": failed.code, "problems": [problem]}
             print(msgspec.json.encode(answer).decode())
-        return verdict.code
+        return failed.code
 
 
 def _unknown(flags: list[str], given: list[str], known: list[str]) -> str:

@@ -58,6 +58,12 @@ def plan_words(text: str) -> str:
     return text
 
 
+def add_plans(verb: argparse.ArgumentParser, what: str) -> None:
+    """A run, and plans for it: what `bench` and `verify` take."""
+    verb.add_argument("words", nargs="*", metavar="RUN.toml | MODEL | key=value", help=OVERRIDES)
+    verb.add_argument("--plan", type=plan_words, action="append", default=[], help=what)
+
+
 def positions(text: str) -> int:
     """The tokens of a sample or a document, as people write them: 8192, or 8k, which is 8 · 1024."""
     found = re.fullmatch(r"(\d+)([kKmM]?)", text.strip())

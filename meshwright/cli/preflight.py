@@ -109,7 +109,7 @@ def require_remote(run: Run, folder: Path, fresh: bool) -> None:
         steps = remote.saved_steps()
         whose = next(filter(None, map(remote.owner, reversed(steps))), "")  # who fetches says what is damaged
     if steps and fresh:
-        what = f"{remote.address} has saved steps, which --fresh would go on from"
+        what = f"{remote.address} has saved steps, which --fresh would resume from"
         raise mistake(what, "name another address, or remove them there", key)
     if whose and whose not in (*digests(run), *run_folder.now_and_earlier(folder)):
         what = f"{remote.address} has the steps of another run ({whose}, not {digests(run)[0]})"

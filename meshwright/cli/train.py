@@ -45,7 +45,7 @@ def add_train(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--folder", type=Path, help="where the run lives (default: runs/NAME-DIGEST)")
     earlier = verb.add_mutually_exclusive_group()
-    earlier.add_argument("--extend", action="store_true", help="go on with an earlier run though its settings differ")
+    earlier.add_argument("--extend", action="store_true", help="resume an earlier run though its settings differ")
     earlier.add_argument("--fresh", action="store_true", help="set an earlier run in the folder aside and start over")
     verb.add_argument("--debug", action="store_true", help="debug logging of torch, NCCL and Gloo, in logs/")
     verb.add_argument("--inject", default="", metavar="FAULT", help=argparse.SUPPRESS)  # for `rehearse`
@@ -155,7 +155,7 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     (folder / folders.STOP).unlink(missing_ok=True)  # it was for those who have stopped
     if claim.finished is not None:
         claim.release()
-        say(f"{folder} has finished this run; ask for more steps to go on, or add --fresh to train it again")
+        say(f"{folder} has finished this run; ask for more steps to continue it, or add --fresh to train it again")
         _tell(claim.finished, run, options)
         return Exit.DONE
     for warning in check.warnings(run):
@@ -236,7 +236,7 @@ def _launch_machine(run: Run, options: argparse.Namespace, place: "NodePlace") -
     say, held = _teller(options.json), list[Callable[[], None]]()
     folder = options.folder or folders.find(run)
     if not folders.check_owner(folder, run) and (finished := folders.read_summary(folder)) is not None:
-        say(f"{folder} has finished this run; ask for more steps to go on")
+        say(f"{folder} has finished this run; ask for more steps to continue it")
         _tell(finished, run, options)
         return Exit.DONE
     preflight.require_room(run, folder, env.gpu_names())
@@ -309,7 +309,7 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
             _tell(finished, run, options)
         return Exit.DONE
     if env.attempt() > 1 and (folder / folders.STOP).exists():
-        _teller(options.json)(f"rank {here.rank}: {folder / folders.STOP} is there; remove it to go on")
+        _teller(options.json)(f"rank {here.rank}: {folder / folders.STOP} is there; remove it to resume")
         return Exit.INTERRUPTED
     if options.debug:
         env.debug()
@@ -371,7 +371,7 @@ def _serve(run: Run, here: Place, folder: Path, options: argparse.Namespace, pat
 def _warn_of_machine(rank: int) -> None:
     """What the doctor would say of this machine alone, which takes milliseconds; training may do without."""
     from meshwright.runtime import doctor
-    from meshwright.runtime.gpu_health import gpu_health
+    from meshwright.runtime.nvml import gpu_health
 
     seen = msgspec.structs.replace(doctor.look(env.gpu_names()), rank=rank, health=gpu_health())
     for found in doctor.findings([seen], [], env.of_ranks()):
@@ -409,8 +409,8 @@ def _tell_end(code: int, run: Run, folder: Path, options: argparse.Namespace) ->
 
 
 def _extension(changes: "list[Change]", run: Run) -> str:
-    """What is no longer as it was in a run that goes on."""
-    return f"going on with {'; '.join(map(str, changes))}; the learning rate schedule is now that of {run.steps} steps"
+    """What is no longer as it was in a run that is resumed."""
+    return f"resuming with {'; '.join(map(str, changes))}; the learning rate schedule is now that of {run.steps} steps"
 
 
 def _tell(summary: Summary | None, run: Run, options: argparse.Namespace) -> None:

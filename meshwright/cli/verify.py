@@ -20,14 +20,7 @@ from meshwright.spec.problem import InputError, Problem, mistake
 
 def add_verify(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    verb.add_argument("words", nargs="*", metavar="RUN.toml | MODEL | key=value", help=words.OVERRIDES)
-    verb.add_argument(
-        "--plan",
-        type=words.plan_words,
-        action="append",
-        default=[],
-        help='for example "tp=2,pp=2,schedule=1f1b"; may be repeated',
-    )
+    words.add_plans(verb, 'for example "tp=2,pp=2,schedule=1f1b"; may be repeated')
     verb.add_argument("--matrix", action="store_true", help="the standard set of plans for up to --ranks ranks")
     verb.add_argument("--ranks", type=words.count, default=4, help="the largest world of --matrix (default 4)")
     verb.add_argument("--steps", type=words.count, default=3, help="optimizer steps to compare (default 3)")
@@ -63,14 +56,14 @@ def verify(options: argparse.Namespace) -> int:
     jobs = prove.jobs(target, overrides, wanted, options.steps, folder)
     say = words.say_to(options.json)
     _require([reference for reference, _ in jobs if reference.data.source != str(folder / prove.TEXT)], folder, say)
-    verdicts = prove.prove_all(jobs, env.cache(), folder, say)
+    results = prove.prove_all(jobs, env.cache(), folder, say)
     if options.json:
-        print(msgspec.json.encode(verdicts).decode())
-    say(f"{sum(v.passed for v in verdicts)} of {len(verdicts)} plans equal; certificate: {folder / prove.CERTIFICATE}")
-    failed = [verdict for verdict in verdicts if not verdict.passed]
+        print(msgspec.json.encode(results).decode())
+    say(f"{sum(v.passed for v in results)} of {len(results)} plans equal; certificate: {folder / prove.CERTIFICATE}")
+    failed = [result for result in results if not result.passed]
     if not failed:
         return Exit.DONE
-    return Exit.FAILED if any(verdict.fits for verdict in failed) else Exit.DOES_NOT_FIT
+    return Exit.FAILED if any(result.fits for result in failed) else Exit.DOES_NOT_FIT
 
 
 def _require(runs: list[Run], folder: Path, say: Callable[[str], None]) -> None:
@@ -90,13 +83,13 @@ def _checkpoint(options: argparse.Namespace) -> int:
     from meshwright.verify import integrity
 
     try:
-        verdict = integrity.verify(options.checkpoint, words.say_to(options.json))
+        result = integrity.verify(options.checkpoint, words.say_to(options.json))
     except CorruptError as error:
         print(words.sentences(error), file=sys.stderr)
         return CorruptError.code
     if options.json:
-        print(msgspec.json.encode(verdict).decode())
-    return 0 if verdict.sound else CorruptError.code
+        print(msgspec.json.encode(result).decode())
+    return 0 if result.sound else CorruptError.code
 
 
 def _resume(options: argparse.Namespace) -> int:
@@ -108,10 +101,10 @@ def _resume(options: argparse.Namespace) -> int:
     folder = options.folder or Path("runs") / f"verify-resume-{Path(target or 'default').stem}"
     runs = resume.runs(target, overrides, folder)
     _require(runs[:1], folder, say)
-    verdict = resume.prove(runs, env.cache(), folder, say)
+    result = resume.prove(runs, env.cache(), folder, say)
     if options.json:
-        print(msgspec.json.encode(verdict).decode())
-    return 0 if verdict.passed else 1
+        print(msgspec.json.encode(result).decode())
+    return 0 if result.passed else 1
 
 
 def _tune(options: argparse.Namespace) -> int:

@@ -18,13 +18,13 @@ from meshwright.config.run import FP8_KEYS, Data, Optim, Run
 from meshwright.config.tuning import TUNED_MODEL_RULES, TUNING_RULES
 from meshwright.spec import plan as recompute
 from meshwright.spec.addresses import has_secret, is_address, without_secret
-from meshwright.spec.blockwise import FORMATS
+from meshwright.spec.communication import MOST_TP, block_length
 from meshwright.spec.optimizers import OPTIMIZERS, in_state_dtype
-from meshwright.spec.outer import MOST_TP, block_length
 from meshwright.spec.params import cut_widths, params, shares_heads
 from meshwright.spec.plan import AXES, FP8_MULTIPLE, Plan
 from meshwright.spec.problem import InputError as InputError
 from meshwright.spec.problem import Problem
+from meshwright.spec.quantized import FORMATS
 from meshwright.spec.schedule import misfits
 
 POSITIVE = (

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from meshwright.config.run import Run
-from meshwright.spec.lossy import factors
-from meshwright.spec.outer import BITS, MOST_TP, block_length
+from meshwright.spec.communication import BITS, MOST_TP, block_length, factors
 from meshwright.spec.params import Param, Split, params
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import Problem

@@ -363,7 +363,7 @@ def _idle(arch: Arch) -> set[str]:
     used["longrope"] = ("rope_original", "rope_attention")
     idle = {*OF_TRAINING, *rope, *yarn} - set(used[arch.rope_scaling])
     idle |= set() if arch.window else {"full_every", "rope_local_theta"}
-    return idle | ({"ffn"} if arch.experts and arch.mixture_layers == arch.layers else set())
+    return idle | ({"ffn"} if arch.experts and arch.moe_layers == arch.layers else set())
 
 
 def _plain_scale(arch: Arch) -> float:

@@ -24,7 +24,7 @@ from meshwright.config.renamed import is_recorded, new_name, translated
 from meshwright.config.run import Run
 from meshwright.config.weights import describe, with_ahead
 from meshwright.spec.arch import Arch
-from meshwright.spec.onebit import warm_up_steps
+from meshwright.spec.communication import warm_up_steps
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.plan import AXES, balanced_stages
 from meshwright.spec.problem import InputError, Problem, mistake

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from meshwright.config.renamed import former
-from meshwright.spec import lossy
+from meshwright.spec import communication
 from meshwright.spec.arch import Arch
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.plan import Plan
@@ -299,7 +299,7 @@ def _of_the_plan(run: Run) -> dict[str, Any]:
         values |= {name: getattr(run.plan, name) for name in ("replicate", "staleness")}
     elif run.plan.has_outer_loop:
         values |= {name: getattr(run.plan, name) for name in OUTER_KEYS}
-    return values | lossy.mathematics(run.plan)
+    return values | communication.mathematics(run.plan)
 
 
 def _stated(run: Run) -> dict[str, Any]:

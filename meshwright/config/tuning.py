@@ -8,10 +8,10 @@ import msgspec
 
 from meshwright.config.run import Run
 from meshwright.spec.arch import Arch
-from meshwright.spec.coded import BLOCK, is_whole
 from meshwright.spec.params import Param, Split, cuts_adapters, params, trained
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import Problem
+from meshwright.spec.quantized import BLOCK, is_whole
 from meshwright.spec.tuning import ALIASES, ALL_LINEAR, DOWN, UP, Adapter, companion, freezes, matches
 
 

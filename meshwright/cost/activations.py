@@ -397,7 +397,7 @@ def _adapters(work: MicrobatchShape, mixture: bool) -> Iterator[tuple[Param, int
     """The adapters' weights of a block, and the rows that each multiplies."""
     if work.arch.adapter.kind == "none":
         return
-    layer = next((layer for layer in range(work.arch.layers) if work.arch.is_mixture(layer) == mixture), 0)
+    layer = next((layer for layer in range(work.arch.layers) if work.arch.is_moe(layer) == mixture), 0)
     for param in params(work.arch):
         if param.layer == layer and is_adapter(param.name):
             yield param, work.expert_rows if param.expert else work.whole

@@ -18,17 +18,12 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.tuning import DOWN, UP
 
 TABLES = frozenset({"embed.weight", "positions.weight"})  # looked up, but for a tied projection
-TRAINING = 3  # one forward, and a backward of two products for each of its one
-
-
-def forward_flops_per_token(arch: Arch, span: float) -> float:
-    """Multiplications and additions of matrix products for one token, attention counted in full over a span."""
-    return product_flops_per_token(arch) + attention_flops_per_token(arch, span)
+TRAINING = 3  # one forward, and a backward of two matmuls for each of its one
 
 
 @cache
-def product_flops_per_token(arch: Arch) -> float:
-    """Those of products with weights."""
+def matmul_flops_per_token(arch: Arch) -> float:
+    """Multiplications and additions of matmuls with weights, for one token going forward."""
     # The output projection, tied or not, of the next token and of those beyond it; tables are looked up.
     weights = float(arch.vocab * arch.hidden) * (1 + arch.mtp_layers)
     for param in params(arch):
@@ -38,7 +33,7 @@ def product_flops_per_token(arch: Arch) -> float:
 
 
 def attention_flops_per_token(arch: Arch, span: float, causal: bool = False) -> float:
-    """Attention's share of these: scores, and values by them."""
+    """Those of attention: scores, and values by them."""
     return sum(_attention(arch, layer, span, causal) for layer in range(arch.blocks))
 
 
@@ -78,7 +73,7 @@ def attention_share(arch: Arch, span: float) -> float:
 
 def _products_per_token(arch: Arch) -> float:
     """Products with weights in a step, forward and back."""
-    return passes(arch) * product_flops_per_token(arch) - spared_flops_per_token(arch)
+    return passes(arch) * matmul_flops_per_token(arch) - spared_flops_per_token(arch)
 
 
 def _attended_per_token(arch: Arch, span: float, causal: bool) -> float:
@@ -176,7 +171,7 @@ def recomputed_flops(
 
 
 def block_flops_per_token(arch: Arch, layer: int, span: float) -> float:
-    """One layer's share of `forward_flops_per_token`."""
+    """One layer's FLOPs for one token going forward, attention counted in full."""
     return _block_products(arch, layer) + _attention(arch, layer, span)
 
 
@@ -195,8 +190,8 @@ def _unneeded(arch: Arch, layer: int) -> float:
     if arch.looks_ahead(layer) or arch.ends_in_norm:
         return 0.0  # a norm comes after it, and saves something
     if arch.adapter.takes("mlp.down"):  # the last product is the adapter's; magnitudes save what they multiply
-        return 0.0 if arch.adapter.kind == "dora" or arch.is_mixture(layer) else 2.0 * arch.adapter.rank * arch.hidden
-    if not arch.is_mixture(layer):
+        return 0.0 if arch.adapter.kind == "dora" or arch.is_moe(layer) else 2.0 * arch.adapter.rank * arch.hidden
+    if not arch.is_moe(layer):
         return 2.0 * arch.ffn * arch.hidden
     if arch.balance_loss or arch.z_loss:
         return 0.0

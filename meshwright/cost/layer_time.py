@@ -247,7 +247,7 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
 @cache
 def decoded_elements(arch: Arch, mixture: bool, ep: int) -> int:
     """Elements of a block's weights that are held in few bits, of experts one rank's of so many."""
-    layer = next((layer for layer in range(arch.layers) if arch.is_mixture(layer) == mixture), 0)
+    layer = next((layer for layer in range(arch.layers) if arch.is_moe(layer) == mixture), 0)
     coded = (param for param in params(arch) if param.layer == layer and param.held != "bf16")
     return sum(param.numel // (ep if param.expert else 1) for param in coded)
 
@@ -292,7 +292,7 @@ def _adapters(at: LayerModel, mixture: bool) -> PassTimes:
 @cache
 def adapted_shapes(arch: Arch, mixture: bool) -> tuple[tuple[int, int, bool], ...]:
     """The outputs and inputs of a block's linear layers that have adapters, and whether they are routed experts'."""
-    layer = next((layer for layer in range(arch.layers) if arch.is_mixture(layer) == mixture), 0)
+    layer = next((layer for layer in range(arch.layers) if arch.is_moe(layer) == mixture), 0)
     table = {param.name: param for param in params(arch) if param.layer == layer}
     pairs = ((param, table[name.replace(DOWN, UP)]) for name, param in table.items() if name.endswith(DOWN))
     return tuple((up.shape[-2], down.shape[-1], down.expert) for down, up in pairs)

@@ -13,8 +13,8 @@ import msgspec
 
 from meshwright.cost.activations import ITEM_BYTES
 from meshwright.cost.job import Job, MasterWeights, StateDtype
+from meshwright.spec.communication import outer_states
 from meshwright.spec.optimizers import ADAMW, DESCRIPTIONS, OptimizerSpec
-from meshwright.spec.outer import outer_states
 from meshwright.spec.plan import Plan, Precision
 
 LOW_BYTES = 2  # what a bf16 weight lacks of its fp32 master

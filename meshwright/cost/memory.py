@@ -381,7 +381,7 @@ def _parts(job: Job, rank: int) -> dict[int, SavedActivations]:
     found = {}
     for stage, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
         if ranks[stage] == rank:
-            mixtures = tuple(arch.is_mixture(layer) for layer in range(end - length, end))
+            mixtures = tuple(arch.is_moe(layer) for layer in range(end - length, end))
             still = min(max(still_blocks(arch) - (end - length), 0), length)
             found[stage] = saved_activations(work, mixtures, stage == last, blocks, still)
     return found

@@ -164,8 +164,8 @@ def _parts(
         runs = policy.runs(length, arch.looks_ahead(end - 1))
         runs = [run for run in runs if grad_flow(arch)[layers[run[-1]]].out]  # others have no backward
         if arch.experts:
-            mixtures = sum(map(arch.is_mixture, layers))
-            recomputed_mixtures = [layer for run in runs for number in run if arch.is_mixture(layer := layers[number])]
+            mixtures = sum(map(arch.is_moe, layers))
+            recomputed_mixtures = [layer for run in runs for number in run if arch.is_moe(layer := layers[number])]
         found.append(
             StageLayers(
                 stage=stage,
@@ -198,7 +198,7 @@ def _groups(arch: Arch, part: StageLayers, tp: int, apart: bool) -> tuple[ParamG
     """The groups of one part; `apart`: its experts are one of their own."""
     found = []
     kinds = _kinds(arch)[part.begin : part.begin + part.layers]
-    for layer, count in sorted(Counter(kinds).items(), key=lambda kind: arch.is_mixture(kind[0])):
+    for layer, count in sorted(Counter(kinds).items(), key=lambda kind: arch.is_moe(kind[0])):
         block = _block(arch, layer, tp)
         experts = tuple(param for param in block if param.expert and apart)
         rest = tuple(param for param in block if param not in experts)
@@ -297,7 +297,7 @@ def _kinds(arch: Arch) -> tuple[int, ...]:
     for param in params(arch) if arch.tuning is not msgspec.UNSET else ():
         trains.setdefault(param.layer, []).append(param.trained)
     kinds = (
-        (arch.is_mixture(layer), arch.looks_ahead(layer), tuple(trains.get(layer, ()))) for layer in range(arch.blocks)
+        (arch.is_moe(layer), arch.looks_ahead(layer), tuple(trains.get(layer, ()))) for layer in range(arch.blocks)
     )
     return tuple(first.setdefault(kind, layer) for layer, kind in enumerate(kinds))
 

@@ -34,13 +34,11 @@ from meshwright.cost.rank_view import (
 )
 from meshwright.cost.traffic import FIRST, in_sight, quantized_bytes, sent_elements, server_elements
 from meshwright.spec.arch import Arch
-from meshwright.spec.blockwise import FORMATS
-from meshwright.spec.lossy import factors, message_bytes
-from meshwright.spec.onebit import chunk_length, packed_bytes
+from meshwright.spec.communication import chunk_length, factors, message_bytes, outer_states, packed_bytes
 from meshwright.spec.optimizers import ADAMW, DESCRIPTIONS
-from meshwright.spec.outer import outer_states
 from meshwright.spec.params import Split, count, frozen_bytes, params, trained
 from meshwright.spec.plan import Plan
+from meshwright.spec.quantized import FORMATS
 from meshwright.spec.schedule import Schedule, actions
 
 PIECE, SLOTS = 1 << 24, 4  # elements that are moved together, and pieces on their way, as in optim/offload.py
@@ -610,9 +608,9 @@ def _two_blocks(held: Iterable[ParamGroup], view: RankView) -> int:
             outside += _gathered_once(group, view)
         else:
             kind = experts if group.shared_by_ep else dense
-            alike = arch.is_mixture(layer), arch.looks_ahead(layer)  # some may be frozen, which are gathered too
+            alike = arch.is_moe(layer), arch.looks_ahead(layer)  # some may be frozen, which are gathered too
             kind[alike] = max(kind[alike], _gathered_once(group, view))
-    layers = [(arch.is_mixture(layer), arch.looks_ahead(layer)) for layer in range(arch.blocks)]
+    layers = [(arch.is_moe(layer), arch.looks_ahead(layer)) for layer in range(arch.blocks)]
     before = [0, *(dense[alike] if view.plan.shards > 1 else 0 for alike in layers)]
     return outside + max(dense[alike] + experts[alike] + more for alike, more in zip(layers, before, strict=False))
 

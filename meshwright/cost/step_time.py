@@ -211,8 +211,8 @@ def kinds_of(arch: Arch, lengths: tuple[int, ...]) -> tuple[tuple[StageKind, ...
     found: dict[StageKind, int] = {}
     places, start, last = [], 0, len(lengths) - 1
     for stage, length in enumerate(lengths):
-        mixtures = sum(map(arch.is_mixture, range(start, start + length))) if arch.experts else 0
-        still = tuple(arch.is_mixture(layer) for layer in range(start, min(start + length, still_blocks(arch))))
+        mixtures = sum(map(arch.is_moe, range(start, start + length))) if arch.experts else 0
+        still = tuple(arch.is_moe(layer) for layer in range(start, min(start + length, still_blocks(arch))))
         kind = StageKind(length - mixtures, mixtures, stage == 0, stage == last, still)
         places.append(found.setdefault(kind, len(found)))
         start += length

@@ -32,13 +32,23 @@ from meshwright.cost.rank_view import (
     updated_elements,
 )
 from meshwright.spec.arch import Arch
-from meshwright.spec.blockwise import FORMATS, is_quantized
-from meshwright.spec.lossy import block_of, factors, message_bytes, part_shape
-from meshwright.spec.onebit import packed_bytes
+from meshwright.spec.communication import (
+    BITS,
+    SCALE_BYTES,
+    TALLY,
+    TOLD,
+    block_length,
+    block_of,
+    factors,
+    message_bytes,
+    packed_bytes,
+    part_shape,
+    served_rows,
+)
 from meshwright.spec.optimizers import DESCRIPTIONS, OptimizerSpec, Statistic, is_of
-from meshwright.spec.outer import BITS, SCALE_BYTES, TALLY, TOLD, block_length, served_rows
 from meshwright.spec.params import Param, Split, buffers, kv_part, params, trained
 from meshwright.spec.plan import FP8_MULTIPLE, Plan
+from meshwright.spec.quantized import FORMATS, is_quantized
 from meshwright.spec.schedule import IN_SIGHT, Schedule, actions
 from meshwright.spec.tuning import pair_slots
 
@@ -205,8 +215,8 @@ def _magnitudes_over_tp(part: StageLayers, view: RankView) -> Iterator[Collectiv
     rows = Counter[tuple[bool, int]]()
     for param in trained(view.arch) if view.plan.tp > 1 else ():
         if param.init == "norms" and param.split is Split.NONE:
-            rows[view.arch.is_mixture(param.layer), math.prod(local_shape(param, view))] += 1
-    layers = Counter(view.arch.is_mixture(layer) for layer in range(view.arch.layers))
+            rows[view.arch.is_moe(param.layer), math.prod(local_shape(param, view))] += 1
+    layers = Counter(view.arch.is_moe(layer) for layer in range(view.arch.layers))
     again = part.recomputed
     passes = {False: part.dense + again.dense, True: part.mixtures + again.mixtures}
     for (mixture, size), found in rows.items():
@@ -310,7 +320,7 @@ def _routers_over_cp(part: StageLayers, view: RankView) -> Iterator[Collective]:
 def _mixture_passes(part: StageLayers, view: RankView) -> tuple[int, int]:
     """How often a step goes forward through layers with experts, and how often back."""
     times, flows = view.plan.grad_accum, zip(range(part.begin, part.begin + part.layers), part.flow, strict=True)
-    back = sum(flow.mlp_in for layer, flow in flows if view.arch.is_mixture(layer))
+    back = sum(flow.mlp_in for layer, flow in flows if view.arch.is_moe(layer))
     return (part.mixtures + part.recomputed.mixtures) * times, back * times
 
 

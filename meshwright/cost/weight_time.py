@@ -35,7 +35,7 @@ from meshwright.cost.traffic import Collective, gathers, reductions, stages_stay
 from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.stacks import Stack, StackSpeed, efficiency_of
 from meshwright.spec.arch import Arch
-from meshwright.spec.lossy import factors
+from meshwright.spec.communication import factors
 from meshwright.spec.matrices import STEPS
 from meshwright.spec.optimizers import ADAMW, DESCRIPTIONS, OptimizerSpec
 from meshwright.spec.params import trained

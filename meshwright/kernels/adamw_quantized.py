@@ -20,7 +20,7 @@ from meshwright.kernels.adamw import AdamWStep, RoundingDraws, _addresses, _hash
 from meshwright.kernels.adamw import scalars as step_scalars
 from meshwright.kernels.blockwise import MAPS, values_by_code
 from meshwright.kernels.dispatch import Pointer, Values, constexpr, jit, tl
-from meshwright.spec.blockwise import FORMATS
+from meshwright.spec.quantized import FORMATS
 
 TILE = 2048  # elements of one program
 Form = Literal["fp32", "split", "stochastic"]

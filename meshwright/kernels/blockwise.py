@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.spec.blockwise import FORMATS, BlockFormat
+from meshwright.spec.quantized import FORMATS, BlockFormat
 
 
 def dynamic_map(bits: int, *, signed: bool) -> list[float]:

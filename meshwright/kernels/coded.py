@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from meshwright.spec.coded import BLOCK, FLOAT, GROUP, Held
+from meshwright.spec.quantized import BLOCK, FLOAT, GROUP, Held
 
 # Quantiles of a normal distribution, scaled to one: appendix E of the paper.
 NF4 = (
@@ -35,7 +35,7 @@ class CodedPart:
 
 
 def encode(held: Held, weight: Tensor) -> tuple[Tensor, ...]:
-    """What stands for a whole matrix, or a stack of them, as `spec/coded.py` lists it."""
+    """What stands for a whole matrix, or a stack of them, as `spec/quantized.py` lists it."""
     if weight.dim() == 3:
         each = [encode(held, matrix) for matrix in weight]
         return tuple(torch.stack(part) for part in zip(*each, strict=True))

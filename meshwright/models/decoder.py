@@ -145,7 +145,7 @@ def _block(arch: Arch, layer: int) -> Block:
 
 
 def _mlp(arch: Arch, layer: int) -> nn.Module:
-    return MoELayer(arch, layer) if arch.is_mixture(layer) else Mlp(arch, arch.ffn)
+    return MoELayer(arch, layer) if arch.is_moe(layer) else Mlp(arch, arch.ffn)
 
 
 def _document_ids(documents: Tensor | None, window: int, positions: Tensor) -> Tensor | None:

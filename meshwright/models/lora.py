@@ -22,8 +22,8 @@ from meshwright.models.dropout import kept
 from meshwright.models.init import key, signed
 from meshwright.models.moe import Experts, Multiply, grouped, row_biases
 from meshwright.spec.arch import Arch
-from meshwright.spec.coded import ABSMAX, BLOCK, SCALES
 from meshwright.spec.params import Param, params, stored
+from meshwright.spec.quantized import ABSMAX, BLOCK, SCALES
 from meshwright.spec.tuning import DOWN, MAGNITUDE, UP, Adapter, is_adapter
 
 Across = Callable[[Tensor], Tensor]  # from the square norms of parts of rows to those of the rows

@@ -9,6 +9,11 @@ Then they meet. With x the weights as they were last synced, x_r a replica's now
 
 and every replica goes on from x with its optimizer states as they are. α, η are `optim.outer_lr`, β, μ are
 `optim.outer_momentum`. Streaming DiLoCo (Douillard et al. 2025) syncs fragments of the model at staggered steps.
+
+With `plan.outer_quant` deltas travel in eight or four bits. A row of a matrix is cut into blocks of up to 128 elements
+of the whole weight, whatever part of it a rank holds: codes do not depend on the plan inside a replica. A block's scale
+is its largest absolute value ÷ 127 (int4: ÷ 7). Vectors are sent as they are. Replicas all-gather codes and scales and
+add them up in the precision of the weights: no sum is ever made of codes, and all replicas compute the same mean.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,13 +29,22 @@ from meshwright.models.lora import trained
 from meshwright.optim.clip import LossScale
 from meshwright.optim.interface import Optimizer, learning_rate
 from meshwright.optim.master_weights import given
-from meshwright.optim.outer_quant import Codes
+from meshwright.parallel.block_codes import as_bytes, as_codes, codes_of
 from meshwright.parallel.deterministic import bit_sum, odd_ones
 from meshwright.parallel.mesh import Mesh, join, local
 from meshwright.runtime.failure import Exit, Failure, FailureError
-from meshwright.spec.onebit import calendar_of
-from meshwright.spec.outer import ANCHOR, MOMENTUM, TALLY, fragment_of, outer_states
+from meshwright.spec.communication import (
+    ANCHOR,
+    BITS,
+    MOMENTUM,
+    TALLY,
+    block_length,
+    calendar_of,
+    fragment_of,
+    outer_states,
+)
 from meshwright.spec.params import params
+from meshwright.spec.plan import Plan
 
 HALF = 2**32  # checksums travel in two numbers that a double holds exactly
 
@@ -66,6 +80,54 @@ def update_of(run: Run) -> OuterUpdate:
         "diloco": partial(diloco, run.optim),
     }
     return rules[run.plan.outer]
+
+
+class Codes:
+    """How the deltas of one bucket travel."""
+
+    def __init__(self, plan: Plan, weights: list[nn.Parameter]) -> None:
+        self.bits = BITS.get(plan.outer_quant, 0)
+        self.blocks = [block_length(weight.shape[-1]) if weight.ndim > 1 else 0 for weight in weights]  # 0: as it is
+
+    def mean(self, deltas: Tensors, group: dist.ProcessGroup) -> Tensors:
+        """The mean over the replicas of what each has rounded."""
+        received = join(self.encode(deltas)[None], 0, group)
+        total = self.decode(received[0], deltas)
+        for row in received[1:]:
+            torch._foreach_add_(total, self.decode(row, deltas))
+        torch._foreach_div_(total, len(received))
+        return total
+
+    def encode(self, deltas: Tensors) -> Tensor:
+        """Bytes: vectors as they are, then all scales, then all codes."""
+        plain, scales, codes = list[Tensor](), list[Tensor](), list[Tensor]()
+        for delta, block in zip(deltas, self.blocks, strict=True):
+            if not block:
+                plain.append(delta.reshape(-1).view(torch.uint8))
+                continue
+            code, scale = codes_of(delta.reshape(-1, block), self.bits)
+            codes.append(code.reshape(-1))
+            scales.append(scale.view(torch.uint8))
+        return torch.cat([*plain, *scales, *([as_bytes(torch.cat(codes), self.bits)] if codes else [])])
+
+    def decode(self, received: Tensor, like: Tensors) -> Tensors:
+        """The deltas that bytes stand for, in the shapes and the precision of others."""
+        matrices = [(tensor, block) for tensor, block in zip(like, self.blocks, strict=True) if block]
+        sizes = [tensor.nbytes for tensor, block in zip(like, self.blocks, strict=True) if not block]
+        sizes += [tensor.numel() // block * 4 for tensor, block in matrices]
+        parts = list(received.split([*sizes, received.numel() - sum(sizes)]))
+        whole = as_codes(parts.pop(), self.bits, sum(tensor.numel() for tensor, _ in matrices))
+        codes = iter(whole.split([tensor.numel() for tensor, _ in matrices]))
+        scales = iter(parts[len(like) - len(matrices) :])
+        vectors = iter(parts[: len(like) - len(matrices)])
+        found = []
+        for tensor, block in zip(like, self.blocks, strict=True):
+            if block:
+                scale = next(scales).clone().view(torch.float32).to(tensor.dtype)
+                found.append((next(codes).view(-1, block).to(tensor.dtype) * scale[:, None]).view(tensor.shape))
+            else:
+                found.append(next(vectors).clone().view(tensor.dtype).view(tensor.shape))
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from meshwright.optim.master_weights import given
 from meshwright.optim.outer import Meeting, NoOuterLoop
 from meshwright.optim.resident import ResidentOptimizer
 from meshwright.parallel.mesh import Mesh, all_gather, local
-from meshwright.spec.outer import TOLD, served_rows
+from meshwright.spec.communication import TOLD, served_rows
 
 HOST = torch.device("cpu")
 LAST_SECONDS = 5.0  # that a server may take at the end

@@ -1,6 +1,6 @@
 """Optimizer states in int8, int4 or fp8: decoded, updated in fp32 and encoded again, a few rows at a time.
 
-No whole fp32 copy of a state ever exists. Blocks are those of the whole weight (spec/blockwise.py). Where a plan cuts
+No whole fp32 copy of a state ever exists. Blocks are those of the whole weight (spec/quantized.py). Where a plan cuts
 one, its ranks first measure their parts of the new scales and agree on the largest, in one all-reduce of all such
 weights for each axis that cuts them, and then update: the codes are those that one rank would have.
 """
@@ -22,7 +22,7 @@ from meshwright.optim.interface import Arithmetic, SavedPart, Tensors, Update, U
 from meshwright.optim.master_weights import CPU_BLOCK, DEVICE_BLOCK, Blocks, given
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import CUT_AXES, Cut, cuts, local
-from meshwright.spec.blockwise import FORMATS, BlockFormat, Columns, is_quantized, is_scales, scales_name
+from meshwright.spec.quantized import FORMATS, BlockFormat, Columns, is_quantized, is_scales, scales_name
 
 if TYPE_CHECKING:
     from meshwright.optim.resident import ResidentOptimizer

@@ -45,7 +45,7 @@ from meshwright.optim.zero_one_adam import ZeroOneAdamRule
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import Mesh, cuts, local
 from meshwright.parallel.model_spec import note
-from meshwright.spec.onebit import SERVER_ERROR, chunk_length
+from meshwright.spec.communication import SERVER_ERROR, chunk_length
 from meshwright.spec.optimizers import BESIDE, OPTIMIZERS
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import mistake

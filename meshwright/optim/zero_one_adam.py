@@ -1,6 +1,6 @@
 """0/1 Adam (Lu et al. 2022): no warm-up, but a variance that is updated more and more rarely; then local steps.
 
-Until `optim.freeze_step`, in the steps of `spec/onebit.py: variance_steps` (so many, as many at half the rate, …)
+Until `optim.freeze_step`, in `variance_steps` (spec/communication.py: so many, as many at half the rate, …)
 gradients are summed exactly and update both moments; in the others a mean gradient of one bit updates the first. Then:
 
     m_i ← β₁m_i + (1 − β₁)g_i,  u_i ← u_i + η · m_i,  w_i ← w_i − η · m_i / (√v + ε)          on each worker alone
@@ -20,7 +20,7 @@ from torch import Tensor
 from meshwright.config.run import Optim
 from meshwright.optim.interface import UpdateTerms, WeightShard
 from meshwright.optim.onebit import CompressingRule, buckets
-from meshwright.spec.onebit import SERVER_ERROR, WORKER_ERROR, variance_updates
+from meshwright.spec.communication import SERVER_ERROR, WORKER_ERROR, variance_updates
 
 
 class ZeroOneAdamRule(CompressingRule):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.blockwise import packed, unpacked
-from meshwright.spec.outer import BITS, SCALE_BYTES
+from meshwright.spec.communication import BITS, SCALE_BYTES
 
 NIBBLE = 4  # bits
 FP8, LARGEST = torch.float8_e4m3fn, 448.0

@@ -35,8 +35,7 @@ from meshwright.parallel.reduction import (
     take_earlier,
     within,
 )
-from meshwright.spec.lossy import REPLICA_ERROR, SHARD_ERROR, SUM_ERROR, block_of, part_dim, part_shape
-from meshwright.spec.outer import of_part
+from meshwright.spec.communication import REPLICA_ERROR, SHARD_ERROR, SUM_ERROR, block_of, of_part, part_dim, part_shape
 from meshwright.spec.plan import Plan
 
 

@@ -30,10 +30,10 @@ from meshwright.models.moe import MoELayer
 from meshwright.parallel.local_parts import LocalPart, SharedHeads, SplitNorm, hold, read_partial, reading_locally
 from meshwright.parallel.mesh import sum_over
 from meshwright.spec.arch import Arch
-from meshwright.spec.coded import BLOCK, SCALES
 from meshwright.spec.params import Split, params, shares_heads
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import Problem
+from meshwright.spec.quantized import BLOCK, SCALES
 from meshwright.spec.tuning import DOWN, MAGNITUDE, UP
 
 Blocks = Mapping[str, nn.Module]
@@ -164,7 +164,7 @@ def _decoder_tp_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     table: dict[str, ParallelStyle] = {}
     for param in params(decoder.arch):
         name = param.name.removesuffix(".weight")
-        in_moe = param.layer >= 0 and decoder.arch.is_mixture(param.layer) and name.split(".")[2] == "mlp"
+        in_moe = param.layer >= 0 and decoder.arch.is_moe(param.layer) and name.split(".")[2] == "mlp"
         if param.name.endswith(".weight") and name in modules and not in_moe:
             table[name] = _style(name, param.split, decoder.arch, modules[name])
     if decoder.norm is not None:  # the last one; after norms that follow their sub-layers, an identity

@@ -21,8 +21,7 @@ from meshwright.config.run import Run
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.reduction import FeedbackPart, ReducedWeight, take_earlier
-from meshwright.spec.lossy import FACTOR, REPLICA_ERROR, Factors, factors
-from meshwright.spec.outer import of_part
+from meshwright.spec.communication import FACTOR, REPLICA_ERROR, Factors, factors, of_part
 from meshwright.spec.plan import Plan
 
 

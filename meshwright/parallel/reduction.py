@@ -12,7 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from meshwright.config.run import Run
 from meshwright.parallel.mesh import Mesh, local
-from meshwright.spec.lossy import part_dim, part_shape
+from meshwright.spec.communication import part_dim, part_shape
 
 Region = tuple[tuple[int, int], ...]
 

@@ -25,8 +25,8 @@ from meshwright.models.moe import Experts, MoELayer
 from meshwright.parallel.local_parts import hold, hold_sinks, placed, read_partial, reading_locally
 from meshwright.parallel.mesh import Mesh, gather, local, scatter, sum_over
 from meshwright.parallel.model_spec import ModelSpec, hold_adapted, note, resolved, shared_heads
-from meshwright.spec.coded import ABSMAX, SCALES
 from meshwright.spec.plan import Plan
+from meshwright.spec.quantized import ABSMAX, SCALES
 from meshwright.spec.tuning import DOWN
 
 

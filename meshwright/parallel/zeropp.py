@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from meshwright.parallel.block_codes import BlockCodes
 from meshwright.parallel.fsdp import param_groups
 from meshwright.parallel.mesh import Mesh, all_gather, join
-from meshwright.spec.lossy import block_of
+from meshwright.spec.communication import block_of
 from meshwright.spec.plan import Plan
 
 

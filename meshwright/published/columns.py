@@ -297,7 +297,7 @@ def _with_experts(cells: Cells, arch: Arch) -> Arch:
     shared = cells.whole_argument("moe-shared-expert-intermediate-size")
     dense_first = re.match(r"\(\[0\]\*(\d+)", cells.argument("moe-layer-freq") or "")
     if dense_first:
-        cells.note(f"the first {dense_first[1]} layers, dense in the source, priced as mixtures too")
+        cells.note(f"the first {dense_first[1]} layers, dense in the source, priced as MoE layers too")
     if cells.argument("mtp-num-layers") is not None:
         cells.note("the layer that predicts further tokens left out")
     return msgspec.structs.replace(
@@ -329,7 +329,7 @@ def _with_count(cells: Cells, arch: Arch) -> Arch:
 def _with_expert_width(cells: Cells, arch: Arch, stated: float) -> Arch:
     """The width of an expert, where the column holds the dense layers' width."""
     matrices = 3 if arch.gated else 2
-    per_width = matrices * arch.hidden * (arch.experts + arch.shared_experts) * arch.mixture_layers
+    per_width = matrices * arch.hidden * (arch.experts + arch.shared_experts) * arch.moe_layers
     rest = count(arch) - per_width * arch.expert_ffn
     width = round((stated - rest) / per_width / 64) * 64
     if width < 64 or width > arch.ffn:

@@ -102,7 +102,7 @@ class FolderFacts(msgspec.Struct, frozen=True, kw_only=True):
     changed: bool  # between sessions: the plan may have been another before
     environment: dict[str, Any]  # of env.json; empty where there is none
     finished: bool  # there is a summary, which is the last thing that a run writes
-    witness: int | None  # the rank whose records are read in full, None where there are no records
+    source_rank: int | None  # the rank whose records are read in full, None where there are no records
     records: list[Record]
     commands: list[CommandRecord]  # that were run on the model; some end after everything else
     kept: list[StepRecord]  # the steps that the weights went through
@@ -121,18 +121,18 @@ def facts(path: Path) -> FolderFacts:
     notes: list[str] = []
     run, text = _run(path / RUN, notes)
     files = rank_files(path)
-    witness = min(files, default=None)
-    lines = read(files[witness]) if witness is not None else RankRecords(records=[])
+    source_rank = min(files, default=None)
+    lines = read(files[source_rank]) if source_rank is not None else RankRecords(records=[])
     own = [record for record in lines.records if isinstance(record, StepRecord)]
-    ranks = tuple(summed(rank, own if rank == witness else _rank_steps(file)) for rank, file in files.items())
+    ranks = tuple(summed(rank, own if rank == source_rank else _rank_steps(file)) for rank, file in files.items())
     changed = [file.name for file in earlier(path)]
     notes += [CHANGED.format(changed[-1])] if changed else []
-    notes += _missing_records(run.plan.world, witness, ranks, lines)
+    notes += _missing_records(run.plan.world, source_rank, ranks, lines)
     environment = _json(path / "env.json", dict[str, Any], notes, "device and torch are not known")
     summary: dict[str, Any] = {}
     if finished := (path / SUMMARY).exists():
         summary = _json(path / SUMMARY, dict[str, Any], notes, "how it ended is read from the records") or {}
-    updated = (files[witness] if witness is not None else path / RUN).stat().st_mtime
+    updated = (files[source_rank] if source_rank is not None else path / RUN).stat().st_mtime
     return FolderFacts(
         path=path,
         run=run,
@@ -142,7 +142,7 @@ def facts(path: Path) -> FolderFacts:
         changed=bool(changed),
         environment=environment or {},
         finished=finished,
-        witness=witness,
+        source_rank=source_rank,
         records=[each for each in lines.records if not isinstance(each, CommandRecord)],
         commands=[each for each in lines.records if isinstance(each, CommandRecord)],
         kept=kept(lines.records),
@@ -151,7 +151,7 @@ def facts(path: Path) -> FolderFacts:
         ends=_ends(path, notes),
         saved=tuple(present(path / CHECKPOINTS)),
         owner=owner(path / "lock"),
-        silent_seconds=max(time.time() - updated, 0.0) if witness is not None else None,
+        silent_seconds=max(time.time() - updated, 0.0) if source_rank is not None else None,
         notes=tuple(notes),
     )
 
@@ -316,21 +316,21 @@ def earlier(path: Path) -> list[Path]:
     return sorted(found, key=lambda file: int(file.name.split(".")[1]))
 
 
-def _missing_records(world: int, witness: int | None, ranks: tuple[RankSeen, ...], lines: RankRecords) -> list[str]:
+def _missing_records(world: int, source_rank: int | None, ranks: tuple[RankSeen, ...], lines: RankRecords) -> list[str]:
     """What the ranks' files leave open, a sentence each."""
-    if witness is None:
+    if source_rank is None:
         return ["there are no records (steps.rank*.jsonl): no rank has been ready for a step"]
     found = []
     absent = sorted(set(range(world)) - {rank.rank for rank in ranks})
     if absent:
         named = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" * (len(absent) > 8))
         found.append(f"records of {len(absent)} of {world} ranks are missing: {named}")
-    if witness:
-        found.append(f"rank 0's records are missing: what follows is as rank {witness} saw it")
+    if source_rank:
+        found.append(f"rank 0's records are missing: what follows is as rank {source_rank} saw it")
     if lines.damaged:
-        found.append(f"lines of steps.rank{witness}.jsonl that are no records, and left out: {lines.damaged}")
+        found.append(f"lines of steps.rank{source_rank}.jsonl that are no records, and left out: {lines.damaged}")
     if lines.cut:
-        found.append(f"the last line of steps.rank{witness}.jsonl is cut short, and left out")
+        found.append(f"the last line of steps.rank{source_rank}.jsonl is cut short, and left out")
     return found
 
 

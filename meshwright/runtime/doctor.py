@@ -19,8 +19,8 @@ from typing import Literal
 import msgspec
 
 from meshwright import __version__
-from meshwright.runtime.gpu_health import HELD_BY_SETTING, LONGEST_SECONDS, GpuHealth
 from meshwright.runtime.meeting import named
+from meshwright.runtime.nvml import HELD_BY_SETTING, LONGEST_SECONDS, GpuHealth
 from meshwright.spec.units import GIB
 
 MIB = 2**20
@@ -264,7 +264,7 @@ def _wires(links: Sequence[LinkFacts]) -> Iterator[Finding]:
             text = f"{link.first} and {link.second}: {link.bandwidth / 1e9:.2f} GB/s, {link.seconds * 1e6:.0f} µs"
             text += f"; the median is {usual / 1e9:.2f} GB/s, {wait * 1e6:.0f} µs"
             yield Finding(
-                kind="problem", text=text, remedy="leave out the machine that is in several such pairs, or mend it"
+                kind="problem", text=text, remedy="leave out the machine that is in several such pairs, or repair it"
             )
 
 

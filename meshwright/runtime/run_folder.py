@@ -32,7 +32,7 @@ from meshwright.spec.problem import InputError, Problem, mistake
 LOCK, DATA, STOP = "lock", "data.json", "stop"  # the last: put there by people, to have the run save and end
 NAMED = re.compile(r"(?P<name>.+)-[0-9a-f]{8}")  # a folder that nobody named
 ROOM = "free some space, name a --folder on another disk, lower checkpoint.keep_last, or set checkpoint.keep_best=false"
-OTHERWISE = "name another --folder, or add --fresh to set that run aside and start anew"
+OTHERWISE = "name another --folder, or add --fresh to set that run aside and start over"
 # What no checkpoint can go on with, and why.
 FIXED = {
     "optim.name": "its optimizer state is of another kind",
@@ -217,12 +217,12 @@ def _obstacle(folder: Path, there: Run, run: Run, found: list[Change], extend: b
     """Why the run in a folder does not go on with some changes, None if it does."""
     listed, is_length = "; ".join(map(str, found)), _is_length(there, run, found)
     if why := _impossible(there, run, found):
-        return Problem(f"{folder} belongs to another run, and cannot go on with {why}", OTHERWISE)
+        return Problem(f"{folder} belongs to another run, and cannot be resumed with {why}", OTHERWISE)
     summary, saved = read_summary(folder), max(present(folder / CHECKPOINTS), default=0)
     done = saved if summary is None else summary.step
     more = f"ask for more than {done} steps" if run.steps < done or (summary and run.steps == done) else ""
     if not extend and not (is_length and (more or run.steps > there.steps)):
-        remedy = f"add --extend to go on from its newest checkpoint with these changes, {OTHERWISE}"
+        remedy = f"add --extend to resume from its newest checkpoint with these changes, {OTHERWISE}"
         return Problem(f"{folder} belongs to another run ({listed})", f"{more} and {remedy}" if more else remedy)
     if more:
         what = f"{folder} has made {done} steps, and steps = {run.steps} asks for no more"
@@ -232,7 +232,7 @@ def _obstacle(folder: Path, there: Run, run: Run, found: list[Change], extend: b
         what = f"a tokenizer trained on other text than {folder}'s would number tokens otherwise ({listed})"
         return Problem(what, f"add data.tokenizer={own}", "data.tokenizer")
     if summary is not None and not saved:
-        what = f"{folder} has finished without a checkpoint to go on from"
+        what = f"{folder} has finished without a checkpoint to resume from"
         return Problem(what, f"begin another run with its weights, init.from={folder}, and {OTHERWISE}")
     return None
 

@@ -59,7 +59,7 @@ SHARED = (
     (3, "optimizer states, gradients and parameters"),
 )
 
-NARROW: tuple[Precision, ...] = ("bf16", "fp16")
+LOW_PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16")
 
 # Ways to send less between ranks that share or copy the weights, and what each does, the mildest first.
 LESS_TALK: tuple[tuple[str, dict[str, Any], str], ...] = (
@@ -336,19 +336,19 @@ class _Walk:
     def low_precision(self) -> _Node | None:
         question = self.question
         asked = "Is the arithmetic in low precision?"
-        if question.precision in (*NARROW, "fp8"):
+        if question.precision in (*LOW_PRECISIONS, "fp8"):
             self.ask(asked, "yes", question.precision)
             return self.search
-        narrow = next((each for each in NARROW if question.cluster.gpu.peak(each) > 0), None)
-        if narrow is None:
+        low = next((each for each in LOW_PRECISIONS if question.cluster.gpu.peak(each) > 0), None)
+        if low is None:
             self.ask(asked, "no", f"{question.cluster.gpu.name} has none")
             return self.search
-        found = search(msgspec.structs.replace(question, precision=narrow), top=1).found
+        found = search(msgspec.structs.replace(question, precision=low), top=1).found
         gain = self.found.price.seconds / found[0].price.seconds if found and self.found else math.nan
-        faster = f"{narrow} would take {time_phrase(found[0])}, {gain:.1f} × as fast" if found else "none fits"
+        faster = f"{low} would take {time_phrase(found[0])}, {gain:.1f} × as fast" if found else "none fits"
         self.ask(asked, "no", faster)
         if found:
-            self.leaves.append(Leaf(name="low precision", text=f"plan.precision={narrow}", found=found[0]))
+            self.leaves.append(Leaf(name="low precision", text=f"plan.precision={low}", found=found[0]))
         return self.search
 
     def search(self) -> None:

@@ -28,9 +28,9 @@ from meshwright.search.bounds import (
 )
 from meshwright.search.question import Question, variants
 from meshwright.search.space import AxesChoice
-from meshwright.spec.blockwise import FORMATS
 from meshwright.spec.notebook import html_table
 from meshwright.spec.plan import FIELDS, Plan
+from meshwright.spec.quantized import FORMATS
 from meshwright.spec.units import GIB
 
 TOLD_APART = 0.02  # the same run measured twice differs by this much at best
@@ -228,9 +228,9 @@ def _modest(question: Question, top: int, kinds: bool) -> SearchResult:
 def _search(question: Question, top: int, kinds: bool) -> SearchResult:
     """The same in one tier. States of 8 or 4 bits, which round at every update, are tried where no others fit."""
     every = list(variants(question))
-    wide = [variant for variant in every if variant.state_dtype not in FORMATS]
-    answer = _among(wide, top, kinds)
-    return answer if answer.found or len(wide) == len(every) else _among(every, top, kinds)
+    unquantized = [variant for variant in every if variant.state_dtype not in FORMATS]
+    answer = _among(unquantized, top, kinds)
+    return answer if answer.found or len(unquantized) == len(every) else _among(every, top, kinds)
 
 
 def _among(chosen: list[Question], top: int, kinds: bool) -> SearchResult:

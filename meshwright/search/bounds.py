@@ -24,15 +24,15 @@ from meshwright.search.space import (
     BatchChoice,
     PipelineChoice,
     Policy,
-    homes,
     keeps_bf16_params,
+    locations,
     may_live_in_host_memory,
 )
 from meshwright.spec.params import frozen_bytes, trained
 from meshwright.spec.plan import Plan, balanced_stages
 from meshwright.spec.schedule import IN_SIGHT, Schedule, stage_ranks
 
-HOSTED = "weights too"  # a home of states, beside those of plan.optimizer_offload
+HOSTED = "weights too"  # a location of states, beside those of plan.optimizer_offload
 
 STATES = "states"  # weights, gradients and moments, as the closed form knows them
 
@@ -96,7 +96,7 @@ def groups(question: Question) -> list[PlanGroup]:
     for layouts in alike.values():
         for each in space.rounds(question, layouts[0]):
             splits = tuple(layout for layout in layouts if not space.respelled(question, layout, each))
-            key = (layouts[0].pp, space.homes_under(question, layouts[0]), each.grad_accum)
+            key = (layouts[0].pp, space.locations_under(question, layouts[0]), each.grad_accum)
             if key not in choices:
                 choices[key] = space.choices(question, layouts[0], each)
             if splits:
@@ -155,11 +155,11 @@ class MemoryBound:
         self.memory = given_out - holds.workspace_bytes
         self.numbers = sum(param.numel for param in trained(question.arch))
         self.routed = sum(param.numel for param in trained(question.arch) if param.expert)
-        self.kinds = sorted({question.arch.is_mixture(layer) for layer in range(question.arch.layers)})
-        self.wide, self.narrow = widths(question)
+        self.kinds = sorted({question.arch.is_moe(layer) for layer in range(question.arch.layers)})
+        self.master_bytes, self.param_bytes = widths(question)
         self.frozen = still_bytes(question)
-        self.homes = {home for home, _ in homes(question)}
-        self.states = {home: _widths(question, home) for home in (*self.homes, HOSTED)}
+        self.locations = {location for location, _ in locations(question)}
+        self.states = {location: _widths(question, location) for location in (*self.locations, HOSTED)}
         self.kept: dict[tuple[int, int, int, int, bool, Policy], tuple[float, float]] = {}
         self.works: dict[tuple[int, int, int, Policy], MicrobatchShape] = {}
         self.shortest: dict[tuple[int, PipelineChoice], int] = {}
@@ -171,14 +171,14 @@ class MemoryBound:
 
     def floor(self, layout: AxesChoice) -> float:
         """Bytes of a layout's most loaded rank at least, at the update: ranks that share evenly hold the least."""
-        homes = (HOSTED,) if layout.cpu_offload else self.homes
-        return min((self._floor(layout, home) for home in homes), default=0.0)
+        locations = (HOSTED,) if layout.cpu_offload else self.locations
+        return min((self._floor(layout, location) for location in locations), default=0.0)
 
-    def _floor(self, layout: AxesChoice, home: str) -> float:
+    def _floor(self, layout: AxesChoice, location: str) -> float:
         """The same with states in a given place."""
-        each = self.states[home]
-        copied = self._whole(layout) * self.narrow if layout.pp == 1 and self._copied(layout, home) else 0.0
-        shadow = self.narrow if keeps_bf16_params(self.question) and self._copied(layout, home) else 0
+        each = self.states[location]
+        copied = self._whole(layout) * self.param_bytes if layout.pp == 1 and self._copied(layout, location) else 0.0
+        shadow = self.param_bytes if keeps_bf16_params(self.question) and self._copied(layout, location) else 0
         shard = self._shard(layout)
         return self._frozen(layout) + max((each.held + each.gradient + shadow) * shard, each.held * shard + copied)
 
@@ -194,11 +194,13 @@ class MemoryBound:
         """Weights that a rank computes with: of the routed experts only its own."""
         return (self.numbers - self.routed + self.routed / layout.ep) / (layout.pp * layout.tp)
 
-    def _copied(self, layout: AxesChoice, home: str) -> bool:
+    def _copied(self, layout: AxesChoice, location: str) -> bool:
         """Whether the arithmetic reads a second copy of the weights for longer than a block takes."""
-        return not self.states[home].in_place and (layout.pp > 1 or (layout.zero < 3 and self.narrow < self.wide))
+        return not self.states[location].in_place and (
+            layout.pp > 1 or (layout.zero < 3 and self.param_bytes < self.master_bytes)
+        )
 
-    def _resting(self, layout: AxesChoice, group: PlanGroup, home: str) -> float:
+    def _resting(self, layout: AxesChoice, group: PlanGroup, location: str) -> float:
         """Bytes at least that a rank holds beside the most activations.
 
         States; what the arithmetic reads, in a pipeline under zero 3 the stages in sight; and, when an earlier
@@ -206,14 +208,14 @@ class MemoryBound:
         two rounds.
         """
         order, grad_accum = group.decided_order, group.each.grad_accum
-        resting = self.states[home].held * self._shard(layout) + self._frozen(layout)
-        if self._copied(layout, home):
+        resting = self.states[location].held * self._shard(layout) + self._frozen(layout)
+        if self._copied(layout, location):
             in_sight = min(1, IN_SIGHT / order.chunks) if layout.zero == 3 else 1
-            resting += self._whole(layout) * self.narrow * in_sight
+            resting += self._whole(layout) * self.param_bytes * in_sight
         if layout.pp == 1 and grad_accum > 1:
-            resting += self.states[home].summed * self._shard(layout)
+            resting += self.states[location].summed * self._shard(layout)
         if layout.pp > 1 and order.schedule not in AT_ONCE and grad_accum >= 2 * layout.pp:
-            resting += self._whole(layout) * self.wide
+            resting += self._whole(layout) * self.master_bytes
         return resting
 
     def obstacles(self, group: PlanGroup) -> list[str | None]:
@@ -222,10 +224,12 @@ class MemoryBound:
         None if something may fit. Of the splits of the data axes the one that shards most holds least.
         """
         frugal, found = frugal_split(group), list[str | None]()
-        homes = {_home(frugal, policy) for policy in group.policies}
-        at_rest = {home: (self._resting(frugal, group, home), self._floor(frugal, home)) for home in homes}
+        locations = {_location(frugal, policy) for policy in group.policies}
+        at_rest = {
+            location: (self._resting(frugal, group, location), self._floor(frugal, location)) for location in locations
+        }
         for policy, live in zip(group.policies, self._live(group, group.policies), strict=True):
-            still, floor = at_rest[_home(frugal, policy)]
+            still, floor = at_rest[_location(frugal, policy)]
             fits = max(still + live, floor) <= self.memory
             found.append(None if fits else STATES if still > live else ACTIVATIONS)
         return found
@@ -233,9 +237,9 @@ class MemoryBound:
     def least(self, group: PlanGroup) -> float:
         """Bytes at least of the most loaded rank of every plan of a group."""
         frugal, policy = frugal_split(group), group.decided_policy
-        home = _home(frugal, policy)
+        location = _location(frugal, policy)
         (live,) = self._live(group, (policy,))
-        return max(self._floor(frugal, home), self._resting(frugal, group, home) + live)
+        return max(self._floor(frugal, location), self._resting(frugal, group, location) + live)
 
     def _live(self, group: PlanGroup, policies: tuple[Policy, ...]) -> Iterator[float]:
         """Bytes at least that activations take on the first rank, when most microbatches are in flight there."""
@@ -261,7 +265,7 @@ class MemoryBound:
         """
         work = self._work(tp, cp, microbatch, policy._replace(recompute="none"))
         still = min(still_blocks(self.question.arch), layers)
-        found = [saved_activations(work, (mixture,) * layers, last, policy.recompute, still) for mixture in self.kinds]
+        found = [saved_activations(work, (moe,) * layers, last, policy.recompute, still) for moe in self.kinds]
         moments = [max(each.logits, each.recomputed + each.activation_grads) + each.pair for each in found]
         return min(each.activations for each in found), min(moments)
 
@@ -292,7 +296,7 @@ class MemoryBound:
         return found
 
 
-def _home(layout: AxesChoice, policy: Policy) -> str:
+def _location(layout: AxesChoice, policy: Policy) -> str:
     """Where states live under a layout and a policy."""
     return HOSTED if layout.cpu_offload else policy.optimizer_offload
 
@@ -317,15 +321,15 @@ def largest(ledger: Ledger) -> LedgerEntry:
 
 def still_bytes(question: Question) -> int:
     """Bytes of the weights that are not trained, and of the frozen copy of all that DPO may compare with."""
-    arch, (_, narrow) = question.arch, widths(question)
-    return frozen_bytes(arch, narrow) + (frozen_bytes(arch.reference, narrow) if arch.copies_reference else 0)
+    arch, (_, param_bytes) = question.arch, widths(question)
+    return frozen_bytes(arch, param_bytes) + (frozen_bytes(arch.reference, param_bytes) if arch.copies_reference else 0)
 
 
 def smallest_world(question: Question) -> float:
     """GPUs below which the model's states do not fit, however they are shared out and wherever they are kept."""
     several = msgspec.structs.replace(question, cluster=msgspec.structs.replace(question.cluster, gpus=2))
     alone = msgspec.structs.replace(question, cluster=msgspec.structs.replace(question.cluster, gpus=1))
-    sizes = [_widths(alone, home) for home, _ in homes(alone) if home != "none"]
+    sizes = [_widths(alone, location) for location, _ in locations(alone) if location != "none"]
     numbers, memory = sum(param.numel for param in trained(question.arch)), question.cluster.gpu.memory_bytes
     frozen = still_bytes(question)
     if any((each.held + each.gradient) * numbers + frozen <= memory for each in sizes):
@@ -375,10 +379,14 @@ class _Widths(NamedTuple):
     in_place: bool  # the arithmetic reads the very bf16 weights that are held
 
 
-def _widths(question: Question, home: str) -> _Widths:
+def _widths(question: Question, location: str) -> _Widths:
     """The widths of a rank whose states live in a given place."""
     plan = Plan(microbatch=1, precision=question.precision, bf16_params=keeps_bf16_params(question))
-    changes = {"cpu_offload": True, "zero": 3, "bf16_params": False} if home == HOSTED else {"optimizer_offload": home}
+    changes = (
+        {"cpu_offload": True, "zero": 3, "bf16_params": False}
+        if location == HOSTED
+        else {"optimizer_offload": location}
+    )
     plan = msgspec.structs.replace(plan, **changes)
     once = state_layout(question.job(plan))
     more = state_layout(question.job(msgspec.structs.replace(plan, grad_accum=2)))

@@ -17,8 +17,8 @@ from meshwright.search.best_first import Candidate, SearchResult, fit_of, priced
 from meshwright.search.bounds import MemoryBound, PlanGroup, frugal_split, groups, largest
 from meshwright.search.question import Question
 from meshwright.search.sizes import gpus_needed, largest_model, largest_sequence
-from meshwright.search.space import CHUNKS, SCHEDULES, PipelineChoice, compiles, divisors, homes, problems
-from meshwright.spec.lossy import described
+from meshwright.search.space import CHUNKS, SCHEDULES, PipelineChoice, compiles, divisors, locations, problems
+from meshwright.spec.communication import described
 from meshwright.spec.optimizers import DESCRIPTIONS, OPTIMIZERS, in_state_dtype
 from meshwright.spec.plan import AXES, FIELDS, Plan, balanced_stages
 from meshwright.spec.schedule import default_chunks
@@ -134,8 +134,8 @@ def narrowed(found: Candidate) -> str:
         said.append("optimizer states in bf16, rounded stochastically (optim.state_dtype=bf16)")
     if not said:
         return ""
-    wide = fit_of(msgspec.structs.replace(job, master_weights="fp32", state_dtype="fp32"))
-    more = (found.fit.headroom_bytes - wide.headroom_bytes) / GIB
+    in_fp32 = fit_of(msgspec.structs.replace(job, master_weights="fp32", state_dtype="fp32"))
+    more = (found.fit.headroom_bytes - in_fp32.headroom_bytes) / GIB
     return f" Numerics changed: {' and '.join(said)}; with fp32 this plan would need {more:.1f} GiB more."
 
 
@@ -144,8 +144,8 @@ def quantized(found: Candidate) -> str:
     spec = DESCRIPTIONS[found.job.optimizer]
     if not spec.quantized:
         return ""
-    wide = fit_of(msgspec.structs.replace(found.job, state_dtype="fp32", optimizer=spec.name))
-    more = (found.fit.headroom_bytes - wide.headroom_bytes) / GIB
+    in_fp32 = fit_of(msgspec.structs.replace(found.job, state_dtype="fp32", optimizer=spec.name))
+    more = (found.fit.headroom_bytes - in_fp32.headroom_bytes) / GIB
     return (
         f" Numerics changed: {spec.held} in {spec.quantized} codes, rounded by {ROUNDED[spec.quantized]} of their size "
         f"at every update; in fp32 (optim.state_dtype=fp32) this plan would need {more:.1f} GiB more."
@@ -282,10 +282,10 @@ def _activations(question: Question, plan: Plan) -> Iterator[Neighbour]:
 def _states(question: Question, plan: Plan) -> Iterator[Neighbour]:
     """Where a single rank may keep its optimizer states, and who updates them there."""
     here = (plan.optimizer_offload, plan.optimizer_offload_update)
-    for home, update in homes(question) if plan.world == 1 else ():
-        if (home, update) != here and (home, here[0]) != ("none", "none"):
-            found = _changed(question, plan, "optimizer_offload", home, optimizer_offload_update=update)
-            words = f"{found.change}, updated on the {update}" if home != "none" else found.change
+    for location, update in locations(question) if plan.world == 1 else ():
+        if (location, update) != here and (location, here[0]) != ("none", "none"):
+            found = _changed(question, plan, "optimizer_offload", location, optimizer_offload_update=update)
+            words = f"{found.change}, updated on the {update}" if location != "none" else found.change
             yield msgspec.structs.replace(found, change=words)
 
 

@@ -12,9 +12,9 @@ from meshwright.cost.job import Job, MasterWeights, StateDtype
 from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.stacks import Stack
 from meshwright.spec.arch import Arch
-from meshwright.spec.blockwise import FORMATS
 from meshwright.spec.optimizers import DESCRIPTIONS, in_state_dtype
 from meshwright.spec.plan import Plan, Precision
+from meshwright.spec.quantized import FORMATS
 
 Vary = Literal["precision", "optimizer", "batch", "communication"]
 # What ranks may send otherwise: rounded gradients, rounded weights (ZeRO++'s qwZ), both, or factors of a usual rank.

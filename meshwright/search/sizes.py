@@ -175,20 +175,20 @@ def duration(found: Candidate, tokens: float, dollars_per_gpu_hour: float | None
 
 def layers(question: Question) -> tuple[Layer, ...]:
     """The model from its embedding to its output, layers alike in one line."""
-    arch, (wide, narrow) = question.arch, widths(question)
+    arch, (master_bytes, param_bytes) = question.arch, widths(question)
     spec = DESCRIPTIONS[question.optimizer]
     work = microbatch_shape(question.job(Plan(microbatch=1, precision=question.precision)))
 
     def layer(name: str, mine: list[Param], flops: float, activation_bytes: float, alike: int = 1) -> Layer:
         parameters, kept = sum(param.numel for param in mine), [param for param in mine if param.trained]
         moved = sum(param.numel for param in kept)
-        frozen = sum(each.numel * (each.item or narrow) for each in as_stored(mine) if not each.trained)
+        frozen = sum(each.numel * (each.item or param_bytes) for each in as_stored(mine) if not each.trained)
         return Layer(
             name=name,
             count=alike,
             parameters=parameters,
             flops_per_token=flops,
-            state_bytes=2 * wide * moved + frozen + spec.total_bytes(kept, wide),
+            state_bytes=2 * master_bytes * moved + frozen + spec.total_bytes(kept, master_bytes),
             activation_bytes=activation_bytes,
         )
 
@@ -197,12 +197,12 @@ def layers(question: Question) -> tuple[Layer, ...]:
 
     found = [layer("embedding", outside("embed.", "positions."), 0.0, 0.0)]
     for moe in (False, True):
-        alike = [number for number in range(arch.layers) if arch.is_mixture(number) is moe]
+        alike = [number for number in range(arch.layers) if arch.is_moe(number) is moe]
         if alike:
             mine = [param for param in params(arch) if param.layer == alike[0]]
             flops = sum(_flops(param, arch) for param in mine) + 2 * (arch.q_width + arch.out_width) * question.sequence
             found.append(layer("MoE block" if moe else "block", mine, flops, block_kept(work, moe), len(alike)))
-    logits = question.sequence * arch.vocab * wide
+    logits = question.sequence * arch.vocab * master_bytes
     flops = 2.0 * arch.vocab * arch.hidden  # tied or not, it is multiplied
     return (*found, layer("output", outside("norm.", "head."), flops, logits))
 

@@ -18,11 +18,11 @@ from meshwright.config.run import Optim, Run
 from meshwright.config.tuning import TUNED_PLAN_RULES, cuts_tuned, idle_stage
 from meshwright.search.question import Question, variants
 from meshwright.spec.arch import Arch
-from meshwright.spec.blockwise import FORMATS
 from meshwright.spec.optimizers import DESCRIPTIONS
 from meshwright.spec.params import cut_widths
 from meshwright.spec.plan import AXES, FIELDS, FP8_MULTIPLE, Plan, balanced_stages
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.quantized import FORMATS
 from meshwright.spec.schedule import SPLIT_BACKWARD, Schedule, default_chunks, legal
 
 FIRST_SHARES = 8  # parts of a stage's blocks that "first-K" goes by: one is 4 % of the time at most
@@ -209,9 +209,9 @@ def policies(question: Question, layout: AxesChoice, order: PipelineChoice) -> t
     kept = tuple(product(words, _offloads(question), _quantizations(question)))
     plain = _policies(question.arch, pp, order, kept, how)
     return tuple(
-        policy._replace(optimizer_offload=home, optimizer_offload_update=update)
+        policy._replace(optimizer_offload=location, optimizer_offload_update=update)
         for policy in plain
-        for home, update in homes_under(question, layout)
+        for location, update in locations_under(question, layout)
     )
 
 
@@ -236,7 +236,7 @@ def plainer(policies: tuple[Policy, ...]) -> dict[Policy, Policy]:
     return found
 
 
-def homes(question: Question) -> tuple[tuple[str, str], ...]:
+def locations(question: Question) -> tuple[tuple[str, str], ...]:
     """Where a lone rank's states may live, and who updates them there; several ranks share them out instead."""
     fixed = question.fixed
     updates = (fixed["optimizer_offload_update"],) if "optimizer_offload_update" in fixed else ("host", "device")
@@ -257,10 +257,10 @@ def homes(question: Question) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def homes_under(question: Question, layout: AxesChoice) -> tuple[tuple[str, str], ...]:
-    """Those of a layout: not beside weights that are in host memory too, nor where the device has no narrow ones."""
+def locations_under(question: Question, layout: AxesChoice) -> tuple[tuple[str, str], ...]:
+    """Those of a layout: not beside weights that are in host memory too, nor where the device has no bf16 ones."""
     bare = question.precision in NARROW and not has_bf16_copy(question, layout)
-    return homes(question)[:1] if layout.cpu_offload or bare else homes(question)
+    return locations(question)[:1] if layout.cpu_offload or bare else locations(question)
 
 
 def compiles(question: Question, pp: int, order: PipelineChoice) -> bool:
@@ -273,7 +273,7 @@ def compiles(question: Question, pp: int, order: PipelineChoice) -> bool:
 
 
 def keeps_bf16_params(question: Question) -> bool:
-    """Whether a narrow copy of the weights is kept: by one rank in low precision, as a run without a plan does."""
+    """Whether a bf16 copy of the weights is kept: by one rank in low precision, as a run without a plan does."""
     fixed = question.fixed
     alone = question.cluster.gpus == 1 and not fixed.get("deterministic")
     return fixed.get("bf16_params", alone and question.precision in NARROW)

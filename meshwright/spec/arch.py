@@ -143,7 +143,7 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Whether the end of the model reads the embedding too: to project, or to predict several tokens ahead."""
         return self.tied or self.mtp_layers > 0
 
-    def is_mixture(self, layer: int) -> bool:
+    def is_moe(self, layer: int) -> bool:
         """Whether a layer routes its tokens to experts."""
         return self.experts > 0 and layer >= self.dense_layers and (layer + 1) % self.moe_every == 0
 
@@ -196,8 +196,8 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return min(sequence, math.ceil(self.capacity * choices * sequence / self.experts))
 
     @property
-    def mixture_layers(self) -> int:
-        return sum(self.is_mixture(layer) for layer in range(self.layers))
+    def moe_layers(self) -> int:
+        return sum(self.is_moe(layer) for layer in range(self.layers))
 
     @property
     def q_width(self) -> int:

@@ -11,9 +11,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from meshwright.spec.blockwise import FORMATS, SCALES, Columns, is_quantized, scales_name
-from meshwright.spec.lossy import FEEDBACK
-from meshwright.spec.onebit import SERVER_ERROR, WORKER_ERROR
+from meshwright.spec.communication import FEEDBACK, SERVER_ERROR, WORKER_ERROR
+from meshwright.spec.quantized import FORMATS, SCALES_ENDING, Columns, is_quantized, scales_name
 
 PartOf = tuple[tuple[int, ...], Columns]  # of a part of a parameter: the whole shape, and the part's columns in that
 # How a state tensor is shaped beside its parameter (…, r, c): like it, (…, r), (…, c), or one number. A whole matrix of
@@ -107,8 +106,8 @@ class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True):
     whole: bool = False
     reductions: tuple[tuple[Statistic, ...], ...] = ()
     orthogonalizes: bool = False  # matrices, whole, which ranks share out by spec/matrices.py
-    # Replicas keep their gradients apart and exchange momenta in one bit an element, by spec/onebit.py. Beside its
-    # states a rank keeps what it leaves out as the server of its chunk of every weight.
+    # Replicas keep their gradients apart and exchange momenta in one bit an element, by spec/communication.py. Beside
+    # its states a rank keeps what it leaves out as the server of its chunk of every weight.
     compresses: bool = False
     is_exact: bool = True  # no reduction rounds: the same bits however tensors are cut
     keys: tuple[str, ...]  # of [optim], those that only it and its likes read
@@ -120,7 +119,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True):
     rounded_bytes: float  # without one: widened, updated, rounded by optim/master_weights.py
     bf16_state_bytes: float = 0.0  # with bf16 states, by the host in optim/offload.py; most of it stays in its caches
     temporaries: int = 0  # fp32 copies of a rank's part of the largest weight that an unfused update makes at a time
-    quantized: str = ""  # in which format of spec/blockwise.py states are kept, where a parameter's are quantized
+    quantized: str = ""  # in which format of spec/quantized.py states are kept, where a parameter's are quantized
 
     def of(self, name: str, dims: int) -> "OptimizerSpec":
         """The description that holds for a parameter."""
@@ -151,7 +150,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True):
     def label_of(self, kind: str) -> str:
         """A kind of state tensor as people read it."""
         labels = {state.name: state.label for state in self.all_states} | {SERVER_ERROR: "error of the server"}
-        return labels[kind] if kind in labels else f"scale of the {labels[kind.removesuffix(SCALES)]}"
+        return labels[kind] if kind in labels else f"scale of the {labels[kind.removesuffix(SCALES_ENDING)]}"
 
     @property
     def is_elementwise(self) -> bool:

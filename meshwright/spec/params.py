@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from meshwright.spec.arch import Arch
-from meshwright.spec.coded import CODES, Held, parts
+from meshwright.spec.quantized import CODES, Held, parts
 from meshwright.spec.tuning import DOWN, MAGNITUDE, UP, companion
 
 STD = 0.02  # GPT-2's; projections back into the residual stream shrink by the root of their number
@@ -88,9 +88,9 @@ def coded_name(weight: str, part: str) -> str:
 
 
 @cache
-def frozen_bytes(arch: Arch, narrow: int) -> int:
+def frozen_bytes(arch: Arch, param_bytes: int) -> int:
     """Bytes of the weights that are not trained, those of an element in the arithmetic being so many."""
-    return sum(param.numel * (param.item or narrow) for param in stored(arch) if not param.trained)
+    return sum(param.numel * (param.item or param_bytes) for param in stored(arch) if not param.trained)
 
 
 @cache
@@ -102,7 +102,7 @@ def trained(arch: Arch) -> tuple[Param, ...]:
 @cache
 def buffers(arch: Arch) -> tuple[Param, ...]:
     """What is learned by other rules than gradients, saved with the parameters and held whole by every rank."""
-    layers = [layer for layer in range(arch.blocks) if arch.is_mixture(layer)] if arch.router_load_bias else []
+    layers = [layer for layer in range(arch.blocks) if arch.is_moe(layer)] if arch.router_load_bias else []
     shape = (arch.experts,)
     return tuple(
         Param(name=f"blocks.{layer}.mlp.load_bias", shape=shape, init="zeros", layer=layer) for layer in layers
@@ -152,8 +152,8 @@ def _block(arch: Arch, layer: int) -> Iterator[Param]:
         yield from _norm(arch, "attn_output_norm")
     if arch.parallel_residual != "one_norm":
         yield from _norm(arch, "mlp_norm")
-    if arch.is_mixture(layer):
-        yield from _mixture(arch, residual)
+    if arch.is_moe(layer):
+        yield from _moe_layer(arch, residual)
     else:
         yield from _mlp(arch, "mlp", arch.ffn, residual)
     if arch.norm_position == "both":
@@ -247,7 +247,7 @@ def _mlp(arch: Arch, name: str, width: int, residual: float) -> Iterator[Param]:
     yield from _linear(f"{name}.down", (arch.hidden, width), Split.ROW, bias, residual)
 
 
-def _mixture(arch: Arch, residual: float) -> Iterator[Param]:
+def _moe_layer(arch: Arch, residual: float) -> Iterator[Param]:
     inward = (arch.experts, arch.expert_ffn, arch.hidden)
     outward = (arch.experts, arch.hidden, arch.expert_ffn)
     yield Param(name="mlp.router.weight", shape=(arch.experts, arch.hidden))
@@ -260,8 +260,8 @@ def _mixture(arch: Arch, residual: float) -> Iterator[Param]:
     yield Param(name="mlp.experts.up", shape=inward, split=Split.COLUMN, expert=True)
     yield Param(name="mlp.experts.down", shape=outward, split=Split.ROW, std=residual, expert=True)
     if arch.moe_bias:
-        wide = {"gate_bias": arch.expert_ffn} if arch.gated else {}
-        for name, width in (wide | {"up_bias": arch.expert_ffn, "down_bias": arch.hidden}).items():
+        biases = {"gate_bias": arch.expert_ffn} if arch.gated else {}
+        for name, width in (biases | {"up_bias": arch.expert_ffn, "down_bias": arch.hidden}).items():
             shape = (arch.experts, width)
             yield Param(name=f"mlp.experts.{name}", shape=shape, split=Split.COLUMN, init="zeros", expert=True)
     if arch.shared_experts:

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.spec.coded import Held
+from meshwright.spec.quantized import Held
 
 ALL_LINEAR = "all-linear"  # every linear layer of the blocks, as peft names them
 DOWN, UP = "lora_a", "lora_b"  # the names of A and B beside the weight of their layer

@@ -31,8 +31,8 @@ from meshwright.parallel import grad_reduce, load_bias, optimizer_offload, preci
 from meshwright.parallel.apply import apply
 from meshwright.parallel.mesh import Mesh, local, region_of
 from meshwright.parallel.model_spec import DECODER
-from meshwright.spec.coded import ABSMAX, BLOCK, CODES, SCALES, parts
 from meshwright.spec.params import Param, buffers, coded_name, params, stored
+from meshwright.spec.quantized import ABSMAX, BLOCK, CODES, SCALES, parts
 from meshwright.spec.tuning import MAGNITUDE, is_adapter
 from meshwright.train.noise_scale import AdaScale, NoiseMeter
 from meshwright.train.saving import restore as restore

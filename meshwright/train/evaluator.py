@@ -28,6 +28,7 @@ from meshwright.data import tokenize
 from meshwright.data.chat import chat_template
 from meshwright.data.prepare import Corpus
 from meshwright.data.template import TemplateError
+from meshwright.parallel.device import moment
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime import errand
 from meshwright.runtime.errand import Errand, Order, Result
@@ -38,7 +39,6 @@ from meshwright.train.log import WIDTH, Recorder
 from meshwright.train.loop import Stop
 from meshwright.train.sample import continued
 from meshwright.train.state import State, weights
-from meshwright.train.timeline import moment
 
 EVALS = "evals"  # in a run's folder, a folder a step: what commands said and wrote
 EXPORT, COMMAND = "export", "command"  # what is run, and the names of what each said

@@ -28,7 +28,7 @@ from meshwright.runtime.failure import Exit, Failure, FailureError
 from meshwright.runtime.files import replace_file, replace_json
 from meshwright.runtime.heartbeat import PHASES
 from meshwright.runtime.records import EventRecord, StepRecord
-from meshwright.spec.onebit import OWN_ERRORS
+from meshwright.spec.communication import OWN_ERRORS
 from meshwright.spec.plan import Plan
 from meshwright.train.heartbeat import SECONDS, Heartbeat
 from meshwright.train.log import Recorder

@@ -23,8 +23,8 @@ from meshwright.checkpoint.remote import Mirror
 from meshwright.config import load
 from meshwright.config.run import Run
 from meshwright.cost.flops import causal_step_flops, step_flops, utilization
-from meshwright.cost.noise_scale import estimate
 from meshwright.hardware.cluster import peak_flops_per_second
+from meshwright.parallel.device import DeviceTimeline, Moment, moment
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime.files import forsake
 from meshwright.runtime.records import (
@@ -44,8 +44,7 @@ from meshwright.runtime.records import (
 )
 from meshwright.spec.units import GIB
 from meshwright.train.loop import EvalResult, StepResult
-from meshwright.train.noise_scale import GradientNoise, microbatches
-from meshwright.train.timeline import DeviceTimeline, Moment, moment
+from meshwright.train.noise_scale import GradientNoise, estimate, microbatches
 
 MOST_PENDING = 2  # steps whose numbers may still be on their way from the device
 LONGEST_QUEUE = 10_000  # records a slow tracker may lag behind; later ones are dropped for it, never for the file

@@ -16,13 +16,13 @@ from meshwright.data.loader import Loader
 from meshwright.optim import clip
 from meshwright.optim.interface import learning_rate
 from meshwright.parallel import compile, deterministic, load_bias, precision
+from meshwright.parallel.device import Moment, moment
 from meshwright.parallel.mesh import Mesh
 from meshwright.train import dpo
 from meshwright.train.noise_scale import GradientNoise
 from meshwright.train.saving import Pause, Save, Vote, Votes, saving
 from meshwright.train.state import MovedError, State
 from meshwright.train.step import choose, evaluating, held_loss, mixtures
-from meshwright.train.timeline import Moment, moment
 
 FILE_SECONDS = 1.0  # between two looks for the stop file
 

@@ -1,7 +1,18 @@
-"""Meter of the gradient noise scale, and AdaScale (Johnson et al. 2020), which sets the rate by what it measures.
+"""The gradient noise scale, and AdaScale (Johnson et al. 2020), which sets the rate by what its meter measures.
+
+The noise scale says by how much a step's batch could grow before larger steps stop paying (McCandlish 2018). A step's
+gradient is a sum over n microbatches. With p the mean square norm of a microbatch's own gradient, taken as a mean over
+its tokens, and q that of the whole step's,
+
+    variance of a microbatch's   σ² = n (p − q) / (n − 1)
+    square of the true gradient  μ² = (n q − p) / (n − 1)
+    noise scale, in tokens       B  = σ² · tokens of a microbatch ÷ μ²
+
+A batch far beneath B takes hardly more tokens to a loss than any smaller one, one far above it hardly fewer steps than
+any larger one; a batch of B needs twice the tokens of the smallest and twice the steps of the largest.
 
 AdaScale has a base batch for which the rate was tuned, S times smaller than the batch. With σ² the variance of the base
-batch's gradient and μ² the square of the true one (`cost/noise_scale.py`), a step is worth
+batch's gradient and μ² as above, a step is worth
 
     r = (σ² + μ²) ÷ (σ²/S + μ²)
 
@@ -21,6 +32,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,14 +40,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright.config.run import Run
-from meshwright.cost.noise_scale import estimate
 from meshwright.optim.clip import square_share
 from meshwright.parallel import fsdp
-from meshwright.parallel.arriving import ArrivingNumbers
+from meshwright.parallel.device import ArrivingNumbers
 from meshwright.parallel.mesh import Mesh, local
+from meshwright.runtime.records import StepRecord
 from meshwright.spec.plan import Plan
 
 LEAST_VARIANCE = 1e-6  # as the paper has it
+STEPS = 100  # that are averaged, at most: the noise scale grows as the loss falls
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,3 +188,31 @@ class AdaScale:
         if saved:
             self.kept = Averages(*saved[:4])
             self._take(torch.tensor(saved[4:], dtype=torch.float64, device=device))
+
+
+class NoiseScale(msgspec.Struct, frozen=True, kw_only=True):
+    """What the last steps of a run say."""
+
+    tokens: float  # B
+    sequences: float  # the same in sequences of the run's length
+    steps: int  # that were averaged
+
+
+def estimate(parts: float, whole: float, count: int) -> tuple[float, float]:
+    """σ² of a microbatch's gradient, and μ², by the two square norms; either may be negative by chance."""
+    return count * (parts - whole) / (count - 1), (count * whole - parts) / (count - 1)
+
+
+def noise_scale(records: Sequence[StepRecord], batch: int) -> NoiseScale | None:
+    """Of a run that measured it; None where it did not, or where chance leaves no gradient beside the noise.
+
+    Both parts of the ratio are averaged by themselves: a mean of ratios would be far off.
+    """
+    measured = [record for record in records if record.gradient_square is not None and not record.skipped][-STEPS:]
+    square = sum(record.gradient_square or 0.0 for record in measured)
+    variance = sum(record.gradient_variance or 0.0 for record in measured)
+    if not measured or square <= 0 or variance <= 0:
+        return None
+    tokens = variance / square
+    each = sum(record.tokens for record in measured) / len(measured) / batch  # of a sequence
+    return NoiseScale(tokens=tokens, sequences=tokens / each, steps=len(measured))

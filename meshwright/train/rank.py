@@ -28,7 +28,6 @@ from meshwright.config.run import Run
 from meshwright.config.weights import BASE, TEXT, BaseDigest, note_of
 from meshwright.cost import goodput
 from meshwright.cost.flops import utilization
-from meshwright.cost.noise_scale import noise_scale
 from meshwright.data.chat import GENERATION, TEMPLATE, text_folder
 from meshwright.data.prepare import Corpus, prepare
 from meshwright.data.prepare import described as described_data
@@ -43,7 +42,7 @@ from meshwright.runtime.heartbeat import PhaseMark, PhaseTable
 from meshwright.runtime.place import RankSpec
 from meshwright.runtime.records import AttemptRecord, EventRecord, Summary
 from meshwright.runtime.run_folder import DATA, STOP, write_summary
-from meshwright.spec import lossy
+from meshwright.spec import communication
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
 from meshwright.train import build as building
@@ -56,6 +55,7 @@ from meshwright.train.heartbeat import Heartbeat, deviated, recorded
 from meshwright.train.inject import inject
 from meshwright.train.log import PlainLines, Recorder, Writer, default_stream, peak_bytes, screen
 from meshwright.train.loop import StepResult, Stop, train
+from meshwright.train.noise_scale import noise_scale
 from meshwright.train.oom import expected, explaining
 from meshwright.train.sample import closing_sample
 from meshwright.train.saving import restore
@@ -199,7 +199,7 @@ def _run_rank(
             *outer.described(run),
             *onebit.described(run),
             *parameter_server.described(run),
-            *lossy.described(run.plan),
+            *communication.described(run.plan),
         )
         for line in (*how, f"kernels: {kernels}"):
             screen.say(line)
@@ -520,7 +520,7 @@ def fact(source: str, tokens: Tokens) -> Fact:
 
 def differences(there: list[Fact], here: list[Fact]) -> list[Problem]:
     """Sources that have changed."""
-    remedy = "put the data back as it was, add --extend to go on with it as it is, or start over with --fresh"
+    remedy = "put the data back as it was, add --extend to resume with it as it is, or start over with --fresh"
     return [
         Problem(f"{new.source} has changed since the run began ({old.tokens} tokens then, {new.tokens} now)", remedy)
         for old, new in zip(there, here, strict=False)

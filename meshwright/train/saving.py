@@ -28,18 +28,17 @@ from meshwright.config.weights import describe
 from meshwright.optim import host_memory
 from meshwright.optim.interface import SavedPart, learning_rate
 from meshwright.parallel import load_bias, precision
-from meshwright.parallel.arriving import ArrivingNumbers
+from meshwright.parallel.device import ArrivingNumbers
 from meshwright.parallel.mesh import DENSE, EXPERT, Mesh, cut_dim, local, region_of
 from meshwright.runtime import run_folder
 from meshwright.runtime.records import SaveRecord
 from meshwright.spec.arch import Arch
-from meshwright.spec.blockwise import is_scales
-from meshwright.spec.onebit import OWN_ERRORS, SERVER_ERROR, calendar_of
+from meshwright.spec.communication import ANCHOR, OWN_ERRORS, SERVER_ERROR, calendar_of, kind_of, of_part
 from meshwright.spec.optimizers import BESIDE
-from meshwright.spec.outer import ANCHOR, kind_of, of_part
 from meshwright.spec.params import saved, stored, trained
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.quantized import is_scales
 from meshwright.train.state import State, owner_of
 
 Say = Callable[[str], None]

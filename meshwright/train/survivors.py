@@ -32,6 +32,7 @@ from meshwright.data.loader import Loader, StepBatch
 from meshwright.data.prepare import Corpus
 from meshwright.optim import clip
 from meshwright.parallel import deterministic, precision
+from meshwright.parallel.device import moment
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.runtime import generations
 from meshwright.runtime.failure import AGAIN, Exit, Failure, FailureError
@@ -45,7 +46,6 @@ from meshwright.train.loop import EvalResult, Stop, held_sums, is_due
 from meshwright.train.saving import DueSave, NoSave, Save, Vote, holdings, saving
 from meshwright.train.state import MovedError, State
 from meshwright.train.step import choose
-from meshwright.train.timeline import moment
 from meshwright.train.world import MEETING, StoppedError, facts
 
 CONNECT = timedelta(seconds=30)  # in which the ranks of a generation, who have all said that they are there, connect

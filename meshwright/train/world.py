@@ -46,7 +46,7 @@ def facts(run: Run) -> dict[str, str]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "default dtype": str(torch.get_default_dtype()),
-        "float32 products": torch.get_float32_matmul_precision(),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
     }
 
 

@@ -54,7 +54,7 @@ def record(place: Place, run: Run, cache: Path, folder: Path) -> None:
             evidence.versions(state.outer.versions)
         # In other precisions a square has twice the deviation of what it is of. Codes are compared by tests of their
         # own, and replicas that sync rarely have states of their own.
-        if run.plan.precision == "fp64" and run.optim.state_dtype == "fp32" and _has_one_state(run):
+        if run.plan.precision == "fp64" and run.optim.state_dtype == "fp32" and not run.plan.has_outer_loop:
             evidence.states(whole_states(state, run, mesh))
         evidence.end(weights(state.chunks, run, mesh))
     state.loader.close()
@@ -65,11 +65,6 @@ def over_replicas(numbers: Tensor, mesh: Mesh) -> Tensor:
     if mesh.parts > 1:
         dist.all_reduce(numbers, group=mesh.group("replicate"))
     return numbers / mesh.parts
-
-
-def _has_one_state(run: Run) -> bool:
-    """Whether all ranks together have one optimizer state."""
-    return not run.plan.has_outer_loop
 
 
 def _summed(tensors: Iterator[tuple[str, Tensor]], run: Run, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ from meshwright.optim.outer import Meeting, NoOuterLoop
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.powersgd import first_factor
 from meshwright.runtime.place import Place
-from meshwright.spec.lossy import factors
+from meshwright.spec.communication import factors
 from meshwright.train.build import build
 from meshwright.train.loop import StepResult, train
 from meshwright.train.saving import whole_states

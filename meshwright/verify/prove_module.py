@@ -145,7 +145,7 @@ def _shape(plan: Plan, rows: int, layers: int) -> Iterator[Problem]:
     if stages > layers:
         yield Problem(f"{stages} stages are more than the model's {layers} blocks", f"use at most {layers} stages")
     elif len(plan.stages) != stages or sum(plan.stages) != layers or min(plan.stages) < 1:
-        what = f"plan.stages = {list(plan.stages)} is not {stages} stages of {layers} blocks in all"
+        what = f"plan.stages = {list(plan.stages)} is not {stages} stages of {layers} blocks in total"
         yield Problem(what, "leave plan.stages out to have the blocks shared evenly", "plan.stages")
     for misfit in misfits(plan.schedule, plan.pp, plan.chunks, plan.grad_accum):
         yield Problem(misfit.text, misfit.remedy, misfit.key)
@@ -157,7 +157,7 @@ def _beyond(plan: Plan) -> Iterator[Problem]:
         what = f"plan.cp = {plan.cp} puts another attention into the model, which only meshwright's own layers let it"
         yield Problem(what, "leave plan.cp at 1, or share the work of a long sequence with plan.tp", "plan.cp")
     if plan.ep > 1:
-        what = f"plan.ep = {plan.ep} shares out the experts of a mixture, which only meshwright's own layers let it"
+        what = f"plan.ep = {plan.ep} shares out the experts of an MoE layer, which only meshwright's own layers let it"
         yield Problem(what, "leave plan.ep at 1, or cut the experts with plan.tp and a split table", "plan.ep")
     if plan.sync_every > 1:
         what = f"plan.sync_every = {plan.sync_every} is of meshwright's own trainer, whose replicas sync rarely"
@@ -200,9 +200,9 @@ def record(place: Place, trial: Trial, subject: Subject, folder: Path) -> None:
         loss_sum, count = step(batch)
         loss, square, _ = measure(chunks, loss_sum, mesh, False)
         # Gradients are of the sum. Its divisor, known only now, is taken out as a loss scale would be.
-        verdict = clip.grad_stats(loss, square, count, OPTIM.grad_clip)
-        optimizer.step(OPTIM.lr, verdict)
-        evidence.step(loss / count, verdict.norm, gathered(chunks, homes, mesh, gradient))
+        stats = clip.grad_stats(loss, square, count, OPTIM.grad_clip)
+        optimizer.step(OPTIM.lr, stats)
+        evidence.step(loss / count, stats.norm, gathered(chunks, homes, mesh, gradient))
     evidence.end(gathered(chunks, homes, mesh, lambda weight: weight))
 
 

@@ -19,7 +19,7 @@ from meshwright.data.prepare import Corpus, prepare
 from meshwright.optim.interface import learning_rate
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime.place import Place
-from meshwright.spec.outer import block_length
+from meshwright.spec.communication import block_length
 from meshwright.spec.params import params
 from meshwright.spec.plan import Plan
 from meshwright.train.build import build

@@ -57,8 +57,8 @@ def record(place: Place, run: Run, cache: Path, folder: Path) -> None:
         for name, weight in held.items():
             weight.grad = totals[name]
         square = torch.stack([total.double().square().sum() for total in totals.values()]).sum()
-        verdict = grad_stats(one_time, square, one_time, run.optim.grad_clip)
-        state.optimizer.step(learning_rate(run.optim, step, run.steps), verdict)
+        stats = grad_stats(one_time, square, one_time, run.optim.grad_clip)
+        state.optimizer.step(learning_rate(run.optim, step, run.steps), stats)
         history.append({name: weight.data.clone() for name, weight in held.items()})
     if run.plan.precision == "fp64":
         evidence.states(whole_states(state, one, mesh))

@@ -173,14 +173,14 @@ def stored(tensors: Iterable[Tensor | None]) -> int:
 @contextmanager
 def standing_in(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """While it lasts, routers share their rows out evenly, and norms and a ring's attention are fused, as on a GPU."""
-    mixtures = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
+    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
     with ExitStack() as stack:
-        for mixture in mixtures:
-            run = partial(_run_evenly, mixture.run, mixture.arch.experts)
-            stack.enter_context(patch.object(mixture, "run", run))
-            if isinstance(mixture.experts, lora.AdaptedExperts):  # whose plain products ask for the sizes of segments
-                stack.enter_context(patch.object(mixture.experts, "multiply", _by_even_segments))
-                stack.enter_context(patch.object(mixture.experts, "low_rank", _low_rank_by_even_segments))
+        for layer in layers:
+            run = partial(_run_evenly, layer.run, layer.arch.experts)
+            stack.enter_context(patch.object(layer, "run", run))
+            if isinstance(layer.experts, lora.AdaptedExperts):  # whose plain products ask for the sizes of segments
+                stack.enter_context(patch.object(layer.experts, "multiply", _by_even_segments))
+                stack.enter_context(patch.object(layer.experts, "low_rank", _low_rank_by_even_segments))
         stack.enter_context(patch.object(expert, "announced", _announced_evenly))
         stack.enter_context(patch.object(expert, "slotted", _slotted_really))
         stack.enter_context(patch.object(context, "_kernel", partial(_kernel, context._kernel)))
@@ -386,9 +386,9 @@ class _Step:
         self.live.phase = "the optimizer's step"
         self.outer.sum_gradients(self.run.steps)
         loss, square, _ = self.measure(self.chunks, loss_sum, self.mesh, False)
-        verdict = clip.grad_stats(loss, square, self.scale.value, self.run.optim.grad_clip)
-        self.optimizer.step(RATE, verdict)
-        self.scale.update(verdict.finite)
+        stats = clip.grad_stats(loss, square, self.scale.value, self.run.optim.grad_clip)
+        self.optimizer.step(RATE, stats)
+        self.scale.update(stats.finite)
 
     def states(self) -> dict[str, int]:
         """Bytes of what stays from step to step, and of the gradients, which are there until the next begins."""

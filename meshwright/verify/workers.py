@@ -18,7 +18,7 @@ from meshwright.data.prepare import prepare
 from meshwright.optim.interface import learning_rate
 from meshwright.optim.master_weights import given
 from meshwright.runtime.place import Place
-from meshwright.spec.onebit import exchange_of, variance_steps
+from meshwright.spec.communication import exchange_of, variance_steps
 from meshwright.spec.plan import Plan
 from meshwright.train.build import build
 from meshwright.train.state import weights

@@ -22,8 +22,7 @@ from worlds import world
 
 from meshwright.config.presets import preset
 from meshwright.models.moe import Experts, Later, MoELayer, RunExperts, run_experts
-from meshwright.parallel.expert import run_over_ranks, sorted_by_expert
-from meshwright.parallel.flight import Flight
+from meshwright.parallel.expert import Flight, run_over_ranks, sorted_by_expert
 from meshwright.parallel.fsdp import even_dim
 from meshwright.parallel.mesh import copies, local, region_of
 from meshwright.train.build import build

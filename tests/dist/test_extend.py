@@ -127,7 +127,7 @@ def test_the_command_line_goes_on_extends_refuses_and_reports(tmp_path):
     assert asked("steps=2").returncode == 0
     longer = asked("steps=4")
     assert longer.returncode == 0, longer.stderr
-    assert "going on with steps 2 → 4; the learning rate schedule is now that of 4 steps" in longer.stderr
+    assert "resuming with steps 2 → 4; the learning rate schedule is now that of 4 steps" in longer.stderr
     assert "resuming from step 2" in longer.stderr
     summary = json.loads(longer.stdout)
     assert summary["step"] == 4

@@ -139,7 +139,7 @@ def test_too_many_in_a_row_end_the_run_with_their_own_code_and_a_remedy_that_wor
     assert words == ["optim.lr=0.001", "--extend", "--folder", "nans"]
     again = train(user, "nans", *words)
     assert again.returncode == 0, again.stderr
-    assert "going on with optim.lr 0.002 → 0.001" in again.stderr
+    assert "resuming with optim.lr 0.002 → 0.001" in again.stderr
     assert "resuming from step 4" in again.stderr
 
 

@@ -21,7 +21,7 @@ from meshwright.optim.master_weights import given
 from meshwright.optim.onebit import rule_in
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.runtime.failure import FailureError
-from meshwright.spec.onebit import exchange_of
+from meshwright.spec.communication import exchange_of
 from meshwright.spec.optimizers import description_of
 from meshwright.train.faults import Replicas
 from meshwright.train.loop import StepResult, Stop, train

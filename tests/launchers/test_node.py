@@ -58,7 +58,7 @@ def test_ray_places_an_actor_for_each_rank_and_ends_with_their_code(user):
         "import sys; from ray.cluster_utils import Cluster\n"
         "cluster = Cluster(); [cluster.add_node(num_cpus=1) for _ in range(2)]\n"
         "import ray; ray.init(address=cluster.address)\n"
-        "import msgspec; from meshwright.launch.ray_driver import RayJob, drive\n"
+        "import msgspec; from meshwright.launch.ray import RayJob, drive\n"
         "code = drive(msgspec.json.decode(open(sys.argv[1], 'rb').read(), type=RayJob))\n"
         "cluster.shutdown(); sys.exit(code)\n"
     )

@@ -15,7 +15,7 @@ from meshwright.config.check import problems
 from meshwright.config.huggingface import config_of
 from meshwright.config.presets import preset
 from meshwright.config.run import Run
-from meshwright.cost.flops import product_flops_per_token
+from meshwright.cost.flops import matmul_flops_per_token
 from meshwright.kernels.cross_entropy import IGNORE
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import initial
@@ -114,7 +114,7 @@ def test_a_published_model_has_so_many_parameters_more():
     assert biases == 256
     assert count(whole) - count(plain) + biases == 11_610_068_224
     head = 2 * plain.vocab * plain.hidden
-    assert product_flops_per_token(whole) - product_flops_per_token(plain) > head
+    assert matmul_flops_per_token(whole) - matmul_flops_per_token(plain) > head
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_an_address_of_another_run_and_fresh_ones_are_refused(tmp_path, address)
     assert not RemoteFolder(address).names()  # the trial has left nothing
     made(tmp_path / "here", 1, address=address)
     preflight.require_remote(run, tmp_path, fresh=False)
-    with pytest.raises(InputError, match="which --fresh would go on from"):
+    with pytest.raises(InputError, match="which --fresh would resume from"):
         preflight.require_remote(run, tmp_path, fresh=True)
     with pytest.raises(InputError, match="has the steps of another run"):
         preflight.require_remote(msgspec.structs.replace(run, seed=2), tmp_path, fresh=False)

@@ -58,7 +58,7 @@ def test_a_rank_that_torchrun_starts_again_after_a_stop_file_ends_at_once(finish
     (finished / "run" / folders.STOP).touch()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert main.main(["train", *WORDS, "--folder", "run"]) == 130
-    assert "stop is there; remove it to go on" in capsys.readouterr().out
+    assert "stop is there; remove it to resume" in capsys.readouterr().out
     assert (finished / "run" / folders.STOP).exists()
 
 

@@ -57,7 +57,7 @@ def said(arch: Arch, plan: Plan, sequence: int = SEQUENCE) -> SavedActivations:
     ours = stacks()["meshwright"]
     job = Job(arch=arch, plan=plan, sequence=sequence, cluster=cluster("1xh100"), stack=ours)
     work = microbatch_shape(job, fused_norm=False)  # as on a CPU
-    return saved_activations(work, tuple(map(arch.is_mixture, range(arch.layers))), True, plan.recompute)
+    return saved_activations(work, tuple(map(arch.is_moe, range(arch.layers))), True, plan.recompute)
 
 
 def alive_after_forward(arch: Arch, plan: Plan, sequence: int = SEQUENCE) -> int:

@@ -48,7 +48,7 @@ def said(arch: Arch, plan: Plan, masked: bool = False) -> SavedActivations:
     job = Job(arch=arch, plan=plan, sequence=SEQUENCE, cluster=machines, stack=ours, masked=masked)
     # Torch has no fused norm of root mean squares for a CPU: there it keeps its input wide, and scaled.
     work = microbatch_shape(job, fused_norm=False)
-    return saved_activations(work, tuple(map(arch.is_mixture, range(arch.layers))), True, plan.recompute)
+    return saved_activations(work, tuple(map(arch.is_moe, range(arch.layers))), True, plan.recompute)
 
 
 def alive_after_forward(arch: Arch, plan: Plan, masked: bool = False) -> int:

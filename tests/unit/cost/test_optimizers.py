@@ -14,7 +14,7 @@ from meshwright.hardware.stacks import stack_of
 from meshwright.search.best_first import search
 from meshwright.search.explain import other_optimizers
 from meshwright.search.question import Question, variants
-from meshwright.search.space import homes, may_live_in_host_memory, problems
+from meshwright.search.space import locations, may_live_in_host_memory, problems
 from meshwright.spec.optimizers import ADAMW, DESCRIPTIONS, OPTIMIZERS, SGD
 from meshwright.spec.params import params
 from meshwright.spec.plan import Plan
@@ -125,8 +125,8 @@ def test_the_search_offers_no_form_that_whole_tensors_have_not(name):
     free = asked(name, vary=("optimizer",))
     kinds = {(each.master_weights, each.state_dtype) for each in variants(free)}
     assert kinds == {("fp32", "fp32"), ("none", "fp32"), ("split", "fp32")}
-    assert homes(asked(name)) == (("none", "host"),)
-    assert len(homes(asked("lion"))) > 1
+    assert locations(asked(name)) == (("none", "host"),)
+    assert len(locations(asked("lion"))) > 1
     assert not may_live_in_host_memory(asked(name, "8xh100"))
     found = search(asked(name, "8xh100"), top=1).found[0]
     assert not problems(asked(name, "8xh100"), found.plan)

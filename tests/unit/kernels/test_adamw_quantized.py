@@ -15,7 +15,7 @@ from meshwright.kernels.blockwise import MAPS, Codec, codecs, dynamic_map, packe
 from meshwright.optim import master_weights
 from meshwright.optim.clip import GradStats
 from meshwright.optim.resident import ResidentOptimizer
-from meshwright.spec.blockwise import FORMATS
+from meshwright.spec.quantized import FORMATS
 
 RATE, BETA1, BETA2, EPS, DECAY = 1e-2, 0.9, 0.95, 1e-8, 0.1
 # Rows of whole blocks, of a block and a part, of less than one; rows of an odd length; and rows cut inside a block.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.coded import NF4, CodedPart, decode, encode
-from meshwright.spec.coded import Held, parts
+from meshwright.spec.quantized import Held, parts
 
 torch.manual_seed(3)
 MATRIX = torch.randn(70, 448) * 0.02  # 490 scales: a group of 256, and one that is shorter

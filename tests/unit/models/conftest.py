@@ -88,7 +88,7 @@ def build() -> Callable[..., Decoder]:
                 if parameter.ndim > 1:
                     parameter.mul_(15)
             for layer, block in enumerate(model.blocks.values()):
-                if arch.is_mixture(layer) and block.mlp.noise is not None:  # begins at zero: give it something to learn
+                if arch.is_moe(layer) and block.mlp.noise is not None:  # begins at zero: give it something to learn
                     block.mlp.noise.weight.copy_(torch.linspace(-1, 1, block.mlp.noise.weight.numel()).view(4, -1))
         return model
 

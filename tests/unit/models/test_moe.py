@@ -143,7 +143,7 @@ def test_four_sequences_at_once_are_four_one_by_one(mixture, build, batch):
     together, apart = build(mixture), build(mixture)
     for model in (together, apart):
         for layer in range(2):
-            if mixture.is_mixture(layer):
+            if mixture.is_moe(layer):
                 model.blocks[str(layer)].mlp.loss_weight = torch.tensor(1 / 48, dtype=torch.float64)
     (token_loss_sum(together(**batch), batch["tokens"]) / 48).backward()
     for row in range(4):
@@ -175,7 +175,7 @@ def test_the_auxiliary_gradient_is_that_of_the_explicit_loss(mixture, build, bat
     explicit = build(msgspec.structs.replace(mixture, balance_loss=0.0, z_loss=0.0))
     terms: list[Tensor] = []
     for layer in range(2):
-        if mixture.is_mixture(layer):
+        if mixture.is_moe(layer):
             carried.blocks[str(layer)].mlp.loss_weight = torch.tensor(1 / 48, dtype=torch.float64)
             module = explicit.blocks[str(layer)].mlp
 

@@ -6,8 +6,8 @@ import torch
 from meshwright.config import load
 from meshwright.config.run import Optim, digest
 from meshwright.cost.traffic import traffic
-from meshwright.optim.sign_exchange import SignExchange
-from meshwright.spec.onebit import chunk_length, exchange_of, packed_bytes, variance_steps
+from meshwright.optim.onebit import SignExchange
+from meshwright.spec.communication import chunk_length, exchange_of, packed_bytes, variance_steps
 from meshwright.spec.problem import InputError
 
 TINY = ("arch.preset=tiny", "batch=8", "steps=20")

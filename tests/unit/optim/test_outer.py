@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from meshwright.config.run import Optim
-from meshwright.optim.outer import average, diloco, slowmo
-from meshwright.optim.outer_quant import Codes
+from meshwright.optim.outer import Codes, average, diloco, slowmo
 from meshwright.spec.plan import Plan
 
 OPTIM = Optim(outer_lr=0.7, outer_momentum=0.9)

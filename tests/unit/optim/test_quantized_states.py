@@ -12,8 +12,8 @@ from meshwright.optim import master_weights
 from meshwright.optim.clip import GradStats
 from meshwright.optim.quantized import CPU_BLOCK
 from meshwright.optim.resident import ResidentOptimizer
-from meshwright.spec.blockwise import FORMATS, is_quantized
 from meshwright.spec.problem import InputError
+from meshwright.spec.quantized import FORMATS, is_quantized
 
 RATE, BETA1, BETA2, EPS, DECAY = 1e-2, 0.9, 0.95, 1e-8, 0.1
 DTYPES = ("int8", "int4", "fp8")

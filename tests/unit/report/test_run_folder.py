@@ -21,7 +21,7 @@ def test_a_whole_folder_leaves_nothing_open(tmp_path):
     found = facts(run_folder(tmp_path / "run"))
     assert found.notes == ()
     assert found.finished
-    assert (found.witness, len(found.records), len(found.kept)) == (0, len(usual()), 12)
+    assert (found.source_rank, len(found.records), len(found.kept)) == (0, len(usual()), 12)
     assert [rank.rank for rank in found.ranks] == [0, 1]
     assert found.ranks[0].steps == found.ranks[1].steps == 12
 
@@ -62,7 +62,7 @@ def test_ranks_whose_records_are_missing_are_named(tmp_path):
     for rank in (0, 2):
         (folder / f"steps.rank{rank}.jsonl").unlink()
     found = facts(folder)
-    assert found.witness == 1
+    assert found.source_rank == 1
     assert found.notes == (
         "records of 2 of 4 ranks are missing: 0, 2",
         "rank 0's records are missing: what follows is as rank 1 saw it",
@@ -75,7 +75,7 @@ def test_a_run_that_has_not_begun_says_so(tmp_path):
         (folder / f"steps.rank{rank}.jsonl").unlink()
     (folder / "env.json").unlink()
     found = facts(folder)
-    assert found.witness is None
+    assert found.source_rank is None
     assert "no records" in found.notes[0]
     assert found.notes[1] == "env.json is missing: device and torch are not known"
 

@@ -245,7 +245,7 @@ def test_a_shorter_end_of_a_run_on_its_way_is_a_change_as_any_other(done):
 
 def test_a_run_that_finished_without_a_checkpoint_cannot_go_on(done):
     (done / "checkpoints" / "step-440").rmdir()
-    with pytest.raises(InputError, match=r"has finished without a checkpoint to go on from; .*init\.from="):
+    with pytest.raises(InputError, match=r"has finished without a checkpoint to resume from; .*init\.from="):
         claim(done, longer("steps=500"))
 
 

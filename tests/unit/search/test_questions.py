@@ -3,7 +3,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from meshwright.cost.flops import forward_flops_per_token
+from meshwright.cost.flops import attention_flops_per_token, matmul_flops_per_token
 from meshwright.search.best_first import priced, search
 from meshwright.search.explain import changes, nearest
 from meshwright.search.sizes import duration, gpu_counts, gpus_needed, layers, with_gpus
@@ -63,7 +63,7 @@ def test_layers_add_up_to_the_model(model):
     assert sum(layer.count * layer.parameters for layer in table) == count(asked.arch)
     # A tied output is multiplied though it holds nothing of its own; learned positions are looked up.
     total = sum(layer.count * layer.flops_per_token for layer in table)
-    assert total == pytest.approx(forward_flops_per_token(asked.arch, 64))
+    assert total == pytest.approx(matmul_flops_per_token(asked.arch) + attention_flops_per_token(asked.arch, 64))
 
 
 def test_the_nearest_misses_lack_least_and_changes_fit():

@@ -7,7 +7,17 @@ import pytest
 from meshwright.config import check
 from meshwright.config.run import Run
 from meshwright.search.question import Question, variants
-from meshwright.search.space import CHUNKS, SCHEDULES, PipelineChoice, empty, homes, layouts, plans, policies, problems
+from meshwright.search.space import (
+    CHUNKS,
+    SCHEDULES,
+    PipelineChoice,
+    empty,
+    layouts,
+    locations,
+    plans,
+    policies,
+    problems,
+)
 from meshwright.spec.plan import Plan, balanced_stages
 from meshwright.spec.tuning import Adapter, Tuning
 from search.questions import question
@@ -299,7 +309,7 @@ def test_states_of_what_is_trained_may_be_elsewhere_where_the_trainer_lets_them(
     for tuning in (Tuning(adapter=Adapter(kind="lora")), Tuning(freeze=("embed",)), Tuning(compared=True)):
         tuned = msgspec.structs.replace(asked, arch=msgspec.structs.replace(asked.arch, tuning=tuning))
         offloaded = Plan(microbatch=4, precision="bf16", bf16_params=True, optimizer_offload="host")
-        assert (("host", "host") in homes(tuned)) == (not problems(tuned, offloaded)), tuning
+        assert (("host", "host") in locations(tuned)) == (not problems(tuned, offloaded)), tuning
     both = Tuning(freeze=("embed",), compared=True)
     frozen = msgspec.structs.replace(asked, arch=msgspec.structs.replace(asked.arch, tuning=both))
     assert "frozen copy" in problems(frozen, offloaded)[0].text
@@ -309,5 +319,5 @@ def test_a_disk_is_not_counted_on_where_nothing_is_known_of_the_host():
     asked = question("tiny", "1xh100", sequence=512, batch=4)
     machines = msgspec.structs.replace(asked.cluster, host_bytes=0.0, disk_bytes=1e12)
     unknown = msgspec.structs.replace(asked, cluster=machines)
-    assert {home for home, _ in homes(unknown)} == {"none"}
-    assert {home for home, _ in homes(unknown.with_unknown_host("too"))} == {"none", "host", "disk"}
+    assert {location for location, _ in locations(unknown)} == {"none"}
+    assert {location for location, _ in locations(unknown.with_unknown_host("too"))} == {"none", "host", "disk"}

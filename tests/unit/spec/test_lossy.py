@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from meshwright.spec.lossy import block_of, factors, message_bytes, part_dim, part_shape
+from meshwright.spec.communication import block_of, factors, message_bytes, part_dim, part_shape
 
 
 @pytest.mark.parametrize(

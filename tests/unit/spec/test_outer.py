@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.spec.outer import SyncCalendar, block_length, calendar, fragment_of, outer_states
+from meshwright.spec.communication import SyncCalendar, block_length, calendar, fragment_of, outer_states
 from meshwright.spec.plan import Plan
 
 

@@ -55,7 +55,7 @@ BAD = [
     (["replicate=3"], "batches of 8 rows are not microbatch 2 × grad_accum 1 × 3 data ranks"),
     (["pp=2,schedule=zbv,grad_accum=2,chunks=4"], "plan.chunks"),
     (["pp=8,grad_accum=8"], "8 stages are more than the model's 4 blocks"),
-    ([Plan(pp=2, stages=(3, 2), microbatch=2, grad_accum=4)], "is not 2 stages of 4 blocks in all"),
+    ([Plan(pp=2, stages=(3, 2), microbatch=2, grad_accum=4)], "is not 2 stages of 4 blocks in total"),
     (["tp=2", "tp=2,precision=bf16"], "different precisions"),
     (["cp=2"], "plan.cp = 2 puts another attention into the model"),
     (["replicate=2,ep=2"], "plan.ep = 2 shares out the experts"),

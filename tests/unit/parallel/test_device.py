@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from meshwright.train.timeline import DeviceTimeline, Moment
+from meshwright.parallel.device import DeviceTimeline, Moment
 
 
 @dataclass
@@ -24,7 +24,7 @@ def passing(at, device):
 @pytest.fixture(autouse=True)
 def later(monkeypatch):
     """Everything has long happened."""
-    monkeypatch.setattr("meshwright.train.timeline.time.monotonic", lambda: 1000.0)
+    monkeypatch.setattr("meshwright.parallel.device.time.monotonic", lambda: 1000.0)
 
 
 def test_a_host_that_is_ahead_does_not_make_a_step_shorter():

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from meshwright.cost.noise_scale import estimate, noise_scale
 from meshwright.runtime.records import StepRecord
+from meshwright.train.noise_scale import estimate, noise_scale
 
 
 def drawn(generator: random.Random, count: int) -> tuple[float, float]:

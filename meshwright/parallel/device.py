@@ -1,13 +1,34 @@
-"""When things happened: moments on the host's clock, and on the device's, which works on its own.
+"""What a host knows of a device that works on its own: numbers on their way from it, and when it passed a moment.
 
-A host that queues work is ahead of its device by up to a few steps. Whether a wait of the host cost anything is seen on
-the device alone: between two of its events lies what it did, and what it stood still for.
+Whoever reads such numbers waits for no work that was launched after them. A host that queues work is ahead of its
+device by up to a few steps. Whether a wait of the host cost anything is seen on the device alone: between two of its
+events lies what it did, and what it stood still for.
 """
 
 import time
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+
+class ArrivingNumbers:
+    """A small tensor that is being copied to the host; one that is there already is taken as it is."""
+
+    def __init__(self, numbers: Tensor, *, sleeps: bool = False) -> None:
+        """`sleeps`: whoever waits leaves its core to others meanwhile."""
+        self.host, self.ready = numbers, None
+        if numbers.is_cuda:
+            self.host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self.host.copy_(numbers, non_blocking=True)
+            self.ready = torch.cuda.Event(blocking=sleeps)
+            self.ready.record()
+
+    def read(self) -> list[float]:
+        """They, once they have arrived."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return self.host.tolist()
 
 
 @dataclass(frozen=True, slots=True)

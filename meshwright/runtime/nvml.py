@@ -1,14 +1,23 @@
-"""How a machine's GPUs are: NVLinks, ECC errors, clocks and heat, asked of NVML; no GPU is used. No torch here."""
+"""What the driver says of a machine's GPUs, asked of NVML: how they are, and who holds their memory. No torch here.
 
+NVLinks, ECC errors, clocks and heat are read without using a GPU. Processes are asked of `nvidia-smi` where NVML cannot
+tell. Inside a container the driver may number processes as its host does, or hide those of others; then names are
+missing, or the list is shorter than what is held.
+"""
+
+import csv
 import ctypes
+import os
+import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from meshwright.runtime.card_memory import NVML
+from meshwright.spec.units import GIB
 
 LONGEST_SECONDS = 2.0  # that the driver may take, before every start on several machines
 MOST_LINKS = 18  # of one GPU, as NVML numbers them
@@ -16,6 +25,13 @@ SM_CLOCK, UNCORRECTED, VOLATILE, NVLINK_CAPABILITY, NAME_BYTES = 1, 1, 0, 2, 96
 # Bits by which NVML says why clocks are low. Idle GPUs, power caps and boost groups are no fault.
 HELD_BY_SETTING = 0x2
 SLOWDOWNS = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
+NVML = "libnvidia-ml.so.1"
+QUERY = ("nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader,nounits")
+QUERY_SECONDS = 10.0  # that the driver may take to answer
+MOST_PROCESSES = 256
+UNKNOWN = 2**64 - 1  # NVML's word for a size that it cannot tell
+LONGEST_NAME = 60
+CONTEXT_BYTES = 2 * GIB  # at most, that a process holds beside its tensors: CUDA's context, workspaces, NCCL's buffers
 
 
 class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,3 +139,83 @@ def _call(driver: ctypes.CDLL, name: str, *asked: Any) -> bool:
     with suppress(AttributeError):
         return getattr(driver, name)(*asked) == 0
     return False
+
+
+class CardProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that holds memory of a card."""
+
+    pid: int
+    name: str  # empty: nobody says
+    bytes: int | None  # None: nobody says
+
+    def __str__(self) -> str:
+        size = f", {self.bytes / GIB:.1f} GiB" if self.bytes is not None else ""
+        return f"process {self.pid}{f' ({self.name})' if self.name else ''}{size}"
+
+
+def processes(uuid: str, library: str = NVML, query: Sequence[str] = QUERY) -> list[CardProcess]:
+    """The processes that compute on a card, those that hold most first; none where no driver can be asked."""
+    found: list[CardProcess] = []
+    for ask in (lambda: list(_of_nvml(uuid, library)), lambda: list(_of_command(uuid, query))):
+        with suppress(OSError, AttributeError, ValueError, subprocess.SubprocessError):
+            found = found or ask()
+    return sorted(found, key=lambda process: -(process.bytes or 0))
+
+
+def others(found: Sequence[CardProcess], own_pid: int, own_bytes: int) -> list[CardProcess]:
+    """Those that are not this process; where the driver numbers it otherwise, it is known by what it holds."""
+    if any(process.pid == own_pid for process in found):
+        return [process for process in found if process.pid != own_pid]
+    alike = [each for each in found if each.bytes and own_bytes <= each.bytes <= own_bytes + CONTEXT_BYTES]
+    return [process for process in found if len(alike) != 1 or process is not alike[0]]
+
+
+class _Info(ctypes.Structure):
+    """`nvmlProcessInfo_t`, the second version."""
+
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("bytes", ctypes.c_ulonglong),
+        ("instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
+def _of_nvml(uuid: str, library: str) -> Iterator[CardProcess]:
+    driver = ctypes.CDLL(library)
+    _require(driver.nvmlInit_v2())
+    try:
+        card, count = ctypes.c_void_p(), ctypes.c_uint(MOST_PROCESSES)
+        infos = (_Info * MOST_PROCESSES)()
+        _require(driver.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(card)))
+        _require(driver.nvmlDeviceGetComputeRunningProcesses_v3(card, ctypes.byref(count), infos))
+        for info in infos[: count.value]:
+            size = None if info.bytes == UNKNOWN else int(info.bytes)
+            yield CardProcess(pid=info.pid, name=_name(info.pid), bytes=size)
+    finally:
+        driver.nvmlShutdown()
+
+
+def _require(code: int) -> None:
+    if code != 0:
+        raise OSError(f"NVML answers {code}")
+
+
+def _of_command(uuid: str, query: Sequence[str]) -> Iterator[CardProcess]:
+    said = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_SECONDS, check=True).stdout
+    for row in csv.reader(said.splitlines(), skipinitialspace=True):
+        if len(row) != 4 or row[0] != uuid:
+            continue
+        pid, size = int(row[1]), row[3].strip()
+        name = _name(pid) or ("" if row[2].startswith("[") else Path(row[2]).name)  # [Not Found], in containers
+        yield CardProcess(pid=pid, name=name, bytes=int(size) * 2**20 if size.isdecimal() else None)
+
+
+def _name(pid: int) -> str:
+    """A process as people started it, as far as this process can see it."""
+    try:
+        said = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+    program, *rest = said.rstrip("\0").split("\0")
+    return " ".join([os.path.basename(program), *rest])[:LONGEST_NAME]

@@ -4,7 +4,7 @@ So have stacks of routed experts, each expert an adapter of its own: rows sorted
 them by grouped products, as with the stacks themselves.
 
 A weight that is held in few bits (QLoRA, Dettmers 2023) is decoded for its matmul and freed again, in the forward and
-in the backward.
+in the backward; or, in FP8, multiplied as it is, where a plan has matmuls in FP8.
 """
 
 from collections.abc import Callable
@@ -26,6 +26,7 @@ from meshwright.spec.coded import ABSMAX, BLOCK, SCALES
 from meshwright.spec.params import Param, params, stored
 from meshwright.spec.tuning import DOWN, MAGNITUDE, UP, Adapter, is_adapter
 
+CodedProduct = Callable[..., Tensor]  # of an input, how a weight is held, and what stands for it
 Across = Callable[[Tensor], Tensor]  # from the square norms of parts of rows to those of the rows
 
 
@@ -34,6 +35,7 @@ class FrozenLinear(nn.Linear):
 
     scales: nn.Parameter  # of codes, where there are any
     coded: CodedPart | None = None
+    coded_product: CodedProduct | None = None  # transforms may put a function here; None: the weight is decoded
 
     def forward(self, input: Tensor) -> Tensor:
         y = self.product(input)
@@ -43,7 +45,7 @@ class FrozenLinear(nn.Linear):
         """What the layer returns, but for its bias; transforms may put another function here."""
         if self.coded is None:
             return F.linear(x, self.weight)
-        return _Decoded.apply(x, self.coded, *self.parts)
+        return (self.coded_product or _Decoded.apply)(x, self.coded, *self.parts)
 
     @property
     def parts(self) -> tuple[Tensor, ...]:

@@ -88,6 +88,7 @@ class LoraLinear(FrozenLinear):
     lora_a: nn.Parameter
     lora_b: nn.Parameter
     scale: float
+    off = False  # the base alone: what it is compared with in DPO
     dropout: float = 0.0  # of what A reads, in training
     key: Tensor  # of its draws
     index: Tensor | None = None  # of the tokens that the block is at, which alone is told
@@ -95,7 +96,7 @@ class LoraLinear(FrozenLinear):
 
     def product(self, x: Tensor) -> Tensor:
         # With A, then with B: never with their product, which has the size of the weight.
-        return super().product(x) + F.linear(self.down(x), self.lora_b) * self.scale
+        return super().product(x) + F.linear(self.down(x), self.lora_b) * (0.0 if self.off else self.scale)
 
     def down(self, x: Tensor) -> Tensor:
         """The product with A of what dropout leaves."""
@@ -150,6 +151,8 @@ class DoraLinear(LoraLinear):
     across: Across  # transforms may put another function here
 
     def product(self, x: Tensor) -> Tensor:
+        if self.off:
+            return super().product(x)
         with torch.no_grad():  # a constant in the gradient, as in the paper (§4.3)
             squares = square_norms(self.matrix(x.dtype), self.lora_a, self.lora_b, self.scale)
             norms = self.across(squares).sqrt()

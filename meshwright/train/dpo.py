@@ -61,18 +61,17 @@ def preference_loss(rewards: Tensor, pairs: Tensor) -> Tensor:
 def without_adapter(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """The base, without gradients or draws. What is gathered for it stays, for the forward that follows."""
     layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, LoraLinear)]
-    scales = [layer.scale for layer in layers]
     were_training = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()
     for layer in layers:
-        layer.scale = 0.0
+        layer.off = True
     try:
         with torch.no_grad():
             yield
     finally:
-        for layer, scale in zip(layers, scales, strict=True):
-            layer.scale = scale
+        for layer in layers:
+            layer.off = False
         for chunk, was_training in zip(chunks, were_training, strict=True):
             chunk.train(was_training)
 

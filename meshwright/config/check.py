@@ -811,9 +811,9 @@ def _compared(run: Run) -> Iterator[Problem]:
     """What it cannot have yet."""
     if run.objective != "dpo":
         return
-    if run.arch.experts:
-        what = "objective = dpo is not offered for MoE models, whose balance loss is one of tokens"
-        yield Problem(what, "use a dense model", "objective")
+    if run.arch.copies_reference and run.arch.router_load_bias:
+        what = "objective = dpo is not offered beside a frozen copy with arch.router_load_bias, which every step moves"
+        yield Problem(what, "set adapter.kind = lora", "objective")
     others = {
         "plan.compile": run.plan.compile,
         "plan.deterministic": run.plan.deterministic,

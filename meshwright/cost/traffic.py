@@ -323,7 +323,7 @@ def _mixture_passes(part: StageLayers, view: RankView) -> tuple[int, int]:
     """How often a step goes forward through layers with experts, and how often back."""
     times, flows = view.plan.grad_accum, zip(range(part.begin, part.begin + part.layers), part.flow, strict=True)
     back = sum(flow.mlp_in for layer, flow in flows if view.arch.is_mixture(layer))
-    return (part.mixtures + part.recomputed.mixtures) * times, back * times
+    return (view.forwards * part.mixtures + part.recomputed.mixtures) * times, back * times
 
 
 def _over_ep(part: StageLayers, view: RankView) -> Iterator[Collective]:

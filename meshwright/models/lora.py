@@ -167,6 +167,7 @@ class AdaptedExperts(Experts):
     """Experts whose stacks are frozen and may be held in few bits, with adapters beside some of them."""
 
     scale: float
+    off = False  # as of a linear layer
     coded: dict[str, CodedPart]  # of the stacks that are
     low_rank: LowRank  # transforms may put another function here
     across: dict[str, Across]  # of each stack; of one whose rows are cut a transform puts another
@@ -176,8 +177,8 @@ class AdaptedExperts(Experts):
         a, b, magnitude = (getattr(self, f"{stack}_{part}", None) for part in (DOWN, UP, MAGNITUDE))
         if a is None or b is None:
             return y
-        y = y + self.low_rank(x, a, b, ends) * self.scale
-        if magnitude is None:
+        y = y + self.low_rank(x, a, b, ends) * (0.0 if self.off else self.scale)
+        if magnitude is None or self.off:
             return y
         with torch.no_grad():  # as of a linear layer
             squares = square_norms(self.matrices(stack, x.dtype), a, b, self.scale)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from chats import byte_level, turns, write_lines
 from live import Live
+from test_traffic import level
 from trials import Trial, alone, deviation, drive, make_corpus, make_run, mesh_of
 from worlds import world
 
@@ -58,6 +59,9 @@ WORDS = (
 )
 
 DORA = ("adapter.kind=dora",)
+MOE = ("arch.preset=tiny-moe", "arch.layers=2", "arch.vocab=336")
+# A router's losses are of rows as they are packed, which an answer alone has not.
+ROUTED = (*MOE, "arch.balance_loss=0", "arch.z_loss=0")
 COPY = ("adapter.kind=none", "adapter.rank=16", "optim.lr=1e-3")  # the reference is a frozen copy
 
 
@@ -126,7 +130,7 @@ def whole_batch(path: Path, *words: str) -> tuple[Run, Corpus, State]:
     return run, corpus, state
 
 
-@pytest.mark.parametrize("words", [(), DORA, COPY])
+@pytest.mark.parametrize("words", [(), DORA, COPY, ROUTED, (*ROUTED, *DORA), (*ROUTED, *COPY)])
 def test_loss_and_gradients_are_those_of_the_paper(folder, words):
     """As TRL has it (loss_type sigmoid), by one forward for each answer alone and none of our packing."""
     run, corpus, state = whole_batch(folder, *words)
@@ -186,6 +190,34 @@ def test_two_ranks_with_magnitudes_are_one_device(folder):
         if one is not None:
             assert deviation(mine, one) < TOLERANCE, words
             assert_it_learns(one, "a magnitude begins as the norm of its row")
+
+
+EXPERT_PLANS = (
+    ("plan.shard=2", "plan.zero=3", "plan.ep=2", "plan.grad_accum=2"),
+    ("plan.tp=2", "plan.recompute=full"),
+    ("plan.cp=2", "plan.ep=2", "plan.zero=1"),
+    ("plan.pp=2", "plan.grad_accum=2"),
+)
+
+
+@world(2)
+def test_two_ranks_with_experts_are_one_device_and_send_what_the_plan_implies(folder):
+    for form, planned in (((), EXPERT_PLANS), (COPY, EXPERT_PLANS[:2])):
+        one = one_process(folder, *MOE, *form) if dist.get_rank() == 0 else None
+        for words in planned:
+            run = a_run(folder, *MOE, *form, *words)
+            mesh = mesh_of(run.plan)
+            mine = drive(run, make_corpus(run, folder), mesh)
+            if one is not None:
+                assert deviation(mine, one) < TOLERANCE, words
+                assert_it_learns(one, "the model begins as the reference")
+            said = traffic(run.arch, run.plan, run.sequence, place=mesh.place)
+            seen = level(second_step(run, mesh, folder), run, mesh)
+            told = list(differences(seen, implied(said, run.plan, mesh)))
+            assert not told, (words, told)
+            held = [local(weight) for chunk in mine.state.reference for weight in chunk.parameters()]
+            lines = {line.name: line.bytes for line in states(run.arch, run.plan, mesh.place)}
+            assert sum(weight.untyped_storage().nbytes() for weight in held) == lines.get("reference", 0), words
 
 
 @world(2)

@@ -94,6 +94,15 @@ def test_the_kernel_casts_any_shape_to_both_layouts_as_its_twin_does(shape, stri
     assert torch.equal(values.float(), expected if both else torch.zeros(shape))
 
 
+@interpreted
+def test_the_kernel_turns_numbers_that_are_fp8_already():
+    held = torch.cat([torch.arange(8, 127), torch.arange(136, 255)])  # all that are normal
+    codes = held.to(torch.uint8).repeat(3)[: 17 * 42].view(17, 42)
+    turned = torch.zeros(42, 17, dtype=E4M3)
+    fp8._launch(codes.view(E4M3), torch.ones(()), None, turned)
+    assert torch.equal(turned.view(torch.uint8), codes.t())
+
+
 def layer_of(scaling="tensorwise", accumulate="fast", grad_format="e4m3", input_stays=False) -> Fp8Linear:
     layer = Fp8Linear(64, 32, bias=True, dtype=torch.bfloat16)
     layer.scaling, layer.accumulate, layer.grad_format = scaling, accumulate, grad_format

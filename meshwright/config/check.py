@@ -800,9 +800,6 @@ def _preference(run: Run) -> Iterator[Problem]:
         return
     if not 0 < run.dpo.beta < 1e3:  # a NaN lands here too
         yield Problem(f"dpo.beta = {run.dpo.beta} is out of range", "use a number above 0, usually 0.1", "dpo.beta")
-    if run.adapter.kind == "dora":
-        what = "the reference of objective = dpo is the base without adapters, and adapter.kind = dora scales its rows"
-        yield Problem(what, "set adapter.kind = lora, or leave [adapter] out", "adapter.kind")
     if not all(source.format == "chat" for source in run.data.sources) or run.data.pack != "best_fit":
         what = "objective = dpo has pairs of answers, each in one row"
         yield Problem(what, "set data.format = chat, and leave data.pack out", "data.format")
@@ -814,9 +811,9 @@ def _compared(run: Run) -> Iterator[Problem]:
     """What it cannot have yet."""
     if run.objective != "dpo":
         return
-    if run.arch.experts:
-        what = "objective = dpo is not offered for MoE models, whose balance loss is one of tokens"
-        yield Problem(what, "use a dense model", "objective")
+    if run.arch.copies_reference and run.arch.router_load_bias:
+        what = "objective = dpo is not offered beside a frozen copy with arch.router_load_bias, which every step moves"
+        yield Problem(what, "set adapter.kind = lora", "objective")
     others = {
         "plan.compile": run.plan.compile,
         "plan.deterministic": run.plan.deterministic,

@@ -94,8 +94,15 @@ def examine(
         resolve_plan(table, origins, ranks, default_ranks)
         run = msgspec.convert(table, Run)
         loaded = LoadedRun(run=run, origins=origins)
-        found += [*_rank_problems(run, ranks, origins), *_init_problems(run), *check.problems(run)]
+        unusable = [problem.key for problem in found if problem.key]
+        broken = [*_rank_problems(run, ranks, origins), *_init_problems(run), *check.problems(run)]
+        found += [problem for problem in broken if not _supposes(problem, unusable)]
     return loaded, [placed(problem, origins) for problem in found]
+
+
+def _supposes(problem: Problem, unusable: list[str]) -> bool:
+    """Whether a broken rule speaks of a value that nobody stated: the default in the place of one that was refused."""
+    return any(f"{key} = " in problem.text for key in unusable)
 
 
 def ask(file: Path | None, overrides: Iterable[str] = (), *, arch: Arch | None = None) -> OpenRun:

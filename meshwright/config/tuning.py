@@ -130,9 +130,26 @@ def _plan(run: Run) -> Iterator[Problem]:
         what = f"adapter.dropout beside routed experts is not proved under plan.tp = {plan.tp}"
         yield Problem(what, "use plan.tp = 1, or leave adapter.dropout out", "adapter.dropout")
     if plan.precision == "fp8":
-        what = f"plan.precision = fp8 is for weights that are all trained, and {key} freezes some"
-        held = ", with adapter.base = fp8 for a base of one byte a weight" if run.adapter.kind != "none" else ""
-        yield Problem(what, f"use plan.precision = bf16{held}", "plan.precision")
+        yield from _multiplied(run)
+
+
+def multiplies_codes(arch: Arch) -> bool:
+    """Whether matmuls in FP8 can take frozen weights as they are held."""
+    return arch.adapter.kind != "none" and arch.adapter.held == "fp8" and not arch.experts
+
+
+def _multiplied(run: Run) -> Iterator[Problem]:
+    """What matmuls in FP8 ask of weights that are frozen."""
+    if multiplies_codes(run.arch):
+        return
+    what, remedy = "plan.precision = fp8 is for weights that are all trained, and optim.freeze freezes some", ""
+    if run.adapter.kind != "none" and run.arch.experts:
+        what = "plan.precision = fp8 is not offered for adapters of MoE models"
+    elif run.adapter.kind != "none":
+        what = "plan.precision = fp8 multiplies a frozen base as it is held, and it is not held in FP8"
+        remedy = "adapter.kind = lora with adapter.base = fp8, or " if run.adapter.kind == "qlora" else ""
+        remedy = remedy or "adapter.base = fp8, or "
+    yield Problem(what, f"use {remedy}plan.precision = bf16", "plan.precision")
 
 
 def drops_beside_experts(arch: Arch) -> bool:

@@ -225,8 +225,11 @@ def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
         quantized=policy.quant != "none",
         offloads=policy.offload,
         last_stays=plan.pp == 1,
-        # With a scale for every row the elements themselves are saved.
-        fp8_inputs=stack.name == OURS and plan.precision == "fp8" and plan.fp8_scaling == "tensorwise",
+        # With a scale for every row the elements themselves are saved, and so they are for an adapter.
+        fp8_inputs=stack.name == OURS
+        and plan.precision == "fp8"
+        and plan.fp8_scaling == "tensorwise"
+        and job.arch.adapter.kind == "none",
         slots=sent_rows(job.arch, plan, job.sequence)
         if stack.name == OURS and plan.ep > 1 and job.arch.capacity
         else 0,

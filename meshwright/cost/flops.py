@@ -92,11 +92,11 @@ def spared_flops_per_token(arch: Arch) -> float:
         if not param.is_matrix or param.name in TABLES - {projects}:
             continue
         times = 1 + arch.mtp_layers if param.name == projects else _share(arch) if param.expert else 1
-        spared += 2 * param.numel * times * ((not param.trained) + (not _reads_gradient(arch, param)))
+        spared += 2 * param.numel * times * ((not param.trained) + (not reads_gradient(arch, param)))
     return spared
 
 
-def _reads_gradient(arch: Arch, param: Param) -> bool:
+def reads_gradient(arch: Arch, param: Param) -> bool:
     """Whether what a matrix reads has a gradient."""
     if param.layer < 0:
         return reaches_projection_input(arch)

@@ -60,6 +60,7 @@ BACKWARD_SCORES = 1.5  # scores are moved in the backward of unfused attention, 
 # one written. Of a weight or a gradient: read once more, for the maximum. Transposed, of inputs and gradients one more
 # is written at once; a weight is read and written again in the backward.
 FP8_INPUT, FP8_OTHER, FP8_TURNED, FP8_WEIGHT_TURNED = 3, 5, 1, 3
+FP8_CODES_TURNED = 2  # of a weight that is held in FP8: read and written
 # Bytes that quantizing an element moves beside the element and its code, encoded and decoded, by the operators of
 # parallel/activation_offload.py. fp8: one kernel; codes widened, scaled and narrowed. int8: extremes, a wide product,
 # its rounding; a wide product, narrowed.
@@ -232,7 +233,7 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
         cp=_over_cp(at, backward, back=True),
         ep=ep,
     )
-    elements = decoded_elements(arch, mixture, at.plan.ep) / tp
+    elements = 0.0 if _multiplies_codes(at) else decoded_elements(arch, mixture, at.plan.ep) / tp
     decoded = TimeTerms(elementwise=moved_seconds(elements * DECODE_PASSES, at.rates))
     going, coming = going + decoded, coming + decoded
     weight = TimeTerms(products=share * weight_products, elementwise=moved_seconds(weights * at.adding, at.rates))
@@ -264,13 +265,16 @@ def trained_share(arch: Arch) -> float:
 
 
 def _adapters(at: LayerModel, mixture: bool) -> PassTimes:
-    """Low-rank products beside a block's own: they are thin, and what they move is priced beside what they multiply."""
+    """Low-rank products beside a block's own: they are thin, and what they move is priced beside what they multiply.
+
+    None is in FP8.
+    """
     forward = coming = weight = NOTHING
     for out, into, routed in adapted_shapes(at.arch, mixture):
         rank, out, into = at.arch.adapter.rank, out / at.plan.tp, into
         held = at.arch.experts / at.plan.ep if routed else 1
         tokens = at.tokens * (_rows_per_token(at) if routed else 1)
-        down, up = (_product(held, tokens / held, n, k, at) for n, k in ((rank, into), (out, rank)))
+        down, up = (held * _head_product(tokens / held, n, k, at) for n, k in ((rank, into), (out, rank)))
         summed = moved_seconds(SUM_PASSES * tokens * out * at.rates.width, at.rates)
         forward += TimeTerms(products=down + up, elementwise=summed)
         coming += TimeTerms(products=down + up, elementwise=summed * into / out)
@@ -279,7 +283,7 @@ def _adapters(at: LayerModel, mixture: bool) -> PassTimes:
             forward, coming = forward + TimeTerms(elementwise=dropped), coming + TimeTerms(elementwise=dropped)
         if at.arch.adapter.kind == "dora":
             # The weight is read for the norms of its rows, and multiplied with A; an output is read and written.
-            norms = _product(held, out, rank, into, at)
+            norms = held * _head_product(out, rank, into, at)
             read, passed = (
                 moved_seconds(size * at.rates.width, at.rates) for size in (held * out * into, 2 * tokens * out)
             )
@@ -463,10 +467,18 @@ def _cast_bytes(shapes: list[Shape], experts: list[Shape], at: LayerModel) -> tu
     if at.plan.precision != "fp8":
         return 0.0, 0.0
     inputs, weights, gradients = _operands(shapes)
+    if _multiplies_codes(at):  # the output is read and written once more, and scaled; the weight is turned alone
+        by_rows = 0.0 if at.plan.fp8_scaling == "rowwise" else 2 * at.fusion * at.rates.width
+        return FP8_INPUT * inputs + by_rows * gradients, FP8_OTHER * gradients + FP8_CODES_TURNED * weights
     turned = FP8_TURNED * gradients + FP8_WEIGHT_TURNED * weights
     rows, stacks, row_gradients = _operands(experts)
     forward = (FP8_INPUT + FP8_TURNED) * inputs + FP8_INPUT * rows + FP8_OTHER * (weights + stacks)
     return forward, FP8_OTHER * (gradients + row_gradients + stacks) + turned + FP8_TURNED * stacks
+
+
+def _multiplies_codes(at: LayerModel) -> bool:
+    """Whether matmuls in FP8 read a frozen base as it is held."""
+    return at.plan.precision == "fp8" and at.arch.adapter.held == "fp8"
 
 
 def _operands(shapes: list[Shape]) -> tuple[float, float, float]:

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from meshwright.cost.activations import sent_rows
+from meshwright.cost.flops import reads_gradient
 from meshwright.cost.matrices import matrix_teams
 from meshwright.cost.rank_view import (
     ParamGroup,
@@ -229,8 +230,16 @@ def _scales_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     again = 0 if part.recomputed.by_operation else part.recomputed.layers
     for size, forward, backward in fp8_scales(view.arch, view.plan, view.plan.microbatch * view.positions):
         forwards = view.forwards * part.layers + again
-        count = view.plan.grad_accum * (forward * forwards + backward * part.layers)
+        unasked = _without_gradient(view.arch, part.begin, part.layers) if backward else 0
+        count = view.plan.grad_accum * (forward * forwards + backward * part.layers - unasked)
         yield Collective(kind="all_reduce", axis="tp", count=count, bytes=size)
+
+
+@lru_cache(maxsize=4096)
+def _without_gradient(arch: Arch, begin: int, layers: int) -> int:
+    """Frozen weights in FP8 that are cut by columns and whose inputs have no gradient: they have no backward."""
+    held = (param for param in params(arch) if param.held == "fp8" and begin <= param.layer < begin + layers)
+    return sum(param.split is not Split.ROW and not reads_gradient(arch, param) for param in held)
 
 
 @lru_cache(maxsize=4096)
@@ -238,7 +247,8 @@ def fp8_scales(arch: Arch, plan: Plan, tokens: int) -> tuple[tuple[int, int, int
     """The bytes of such calls, and how many of them a layer has going forward and back.
 
     In a row-parallel layer ranks have parts of the input and of the weight, along rows; in a column-parallel one other
-    rows of the weight, and going back parts of the gradient's rows and of the transposed weight's.
+    rows of the weight, and going back parts of the gradient's rows and of the transposed weight's. A frozen weight has
+    scales of its own already.
     """
     if plan.precision != "fp8" or plan.tp == 1:
         return ()
@@ -247,7 +257,9 @@ def fp8_scales(arch: Arch, plan: Plan, tokens: int) -> tuple[tuple[int, int, int
         if param.layer or len(param.shape) != 2 or any(size % FP8_MULTIPLE for size in param.shape):
             continue
         out, into = param.shape
-        if param.split is Split.ROW:
+        if param.held == "fp8":
+            found = [(tokens if by_row else 1, *((1, 0) if param.split is Split.ROW else (0, 1)))]
+        elif param.split is Split.ROW:
             found = [(tokens + out if by_row else 2, 1, 0)]
         else:
             found = [(tokens + into, 0, 1)] if by_row else [(1, 1, 1)]
@@ -321,7 +333,7 @@ def _mixture_passes(part: StageLayers, view: RankView) -> tuple[int, int]:
     """How often a step goes forward through layers with experts, and how often back."""
     times, flows = view.plan.grad_accum, zip(range(part.begin, part.begin + part.layers), part.flow, strict=True)
     back = sum(flow.mlp_in for layer, flow in flows if view.arch.is_moe(layer))
-    return (part.mixtures + part.recomputed.mixtures) * times, back * times
+    return (view.forwards * part.mixtures + part.recomputed.mixtures) * times, back * times
 
 
 def _over_ep(part: StageLayers, view: RankView) -> Iterator[Collective]:

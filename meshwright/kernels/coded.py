@@ -46,7 +46,7 @@ def decode(how: CodedPart, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Ten
     """A rank's part of a matrix, or of each of a stack: all of them by the same operators, whatever their number."""
     codes, *scales = parts
     width = codes.shape[-1] * (1 if how.held == "fp8" else 2)
-    numbers = _fp8_rows(codes, _floats(scales[0])) if how.held == "fp8" else _nf4_rows(how, codes, *scales)
+    numbers = _fp8_rows(codes, floats(scales[0])) if how.held == "fp8" else _nf4_rows(how, codes, *scales)
     matrix = torch.empty(*codes.shape[:-1], width, dtype=dtype, device=codes.device)
     rows = matrix.view(-1, width)
     step = max(CHUNK // width, 1)
@@ -63,7 +63,7 @@ def _fp8_rows(codes: Tensor, scales: Tensor) -> Callable[[slice], Tensor]:
 
 def _nf4_rows(how: CodedPart, codes: Tensor, absmax: Tensor, scales: Tensor) -> Callable[[slice], Tensor]:
     """The same, each block times its scale, which is decoded first."""
-    second = _floats(scales).view(-1, scales.shape[-1] // FLOAT)  # of each matrix
+    second = floats(scales).view(-1, scales.shape[-1] // FLOAT)  # of each matrix
     rows, blocks = absmax.shape[-2:]
     row = how.row + torch.arange(rows, device=absmax.device)
     number = row[:, None] * how.row_blocks + (how.block + torch.arange(blocks, device=absmax.device))
@@ -105,8 +105,8 @@ def _nearest(x: Tensor, levels: Tensor) -> Tensor:
     return torch.bucketize(x, (levels[:-1] + levels[1:]) / 2, out_int32=True).to(torch.uint8)
 
 
-def _floats(scales: Tensor) -> Tensor:
-    """From bytes, which may begin anywhere."""
+def floats(scales: Tensor) -> Tensor:
+    """Scales from their bytes, which may begin anywhere."""
     return scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 

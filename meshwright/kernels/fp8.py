@@ -5,8 +5,9 @@ scales is plain arithmetic, which the compiler fuses with what comes before. Num
 are cast by a kernel, which reads them once and writes both layouts; the compiler's own write columns slowly. A weight
 is cast again in the backward instead of being saved. Of a layer that ranks share, each casts its parts by the scales
 of whole tensors, of which they agree on the largest magnitudes. Where a schedule splits the backward, each half
-quantizes the gradient for its own matmul, and makes that alone. In float64 the matmuls are plain ones of the same FP8
-numbers, for proofs. `quantize` is one kernel, for saved activations: rows in E4M3.
+quantizes the gradient for its own matmul, and makes that alone. A frozen weight that is held in FP8 is multiplied as it
+is held (`frozen_product`). In float64 the matmuls are plain ones of the same FP8 numbers, for proofs. `quantize` is one
+kernel, for saved activations: rows in E4M3.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshwright.kernels.coded import floats
 from meshwright.kernels.dispatch import (
     ROW_LIMIT,
     Kernels,
@@ -237,6 +239,62 @@ def _forward_scales(x: Tensor, weight: Tensor, scaling: Scaling, sharing: Sharin
     elif sharing is not None and scaling == "tensorwise":  # else each rank has whole rows
         (weight_amax,) = _agreed(sharing, weight_amax)
     return _scale(amax), _scale(weight_amax)
+
+
+def frozen_product(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    scaling: Scaling,
+    accumulate: Accumulate,
+    grad_format: GradFormat,
+    sharing: Sharing | None,
+) -> Tensor:
+    """The matmul in FP8 with a frozen weight as `kernels/coded.py` makes it: E4M3 numbers, and a scale for each row.
+
+    Two matmuls, as the weight has no gradient. A row's scale multiplies what the output has of it, and going back the
+    gradient, before that is quantized: the numbers are never decoded. Nothing of the input is saved.
+    """
+    how = scaling, accumulate, grad_format, sharing
+    return _FrozenProduct.apply(x.flatten(0, -2), codes, scales, *how).unflatten(0, x.shape[:-1])
+
+
+class _FrozenProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        scaling: Scaling,
+        accumulate: Accumulate,
+        grad_format: GradFormat,
+        sharing: Sharing | None,
+    ) -> Tensor:
+        ctx.how = scaling, accumulate, grad_format, sharing
+        ctx.save_for_backward(codes, scales)
+        amax = amax_of(x, scaling)
+        if sharing is not None and sharing.cut == "in":
+            (amax,) = _agreed(sharing, amax)
+        quantized, held, each = _scaled(x, _scale(amax)), codes.view(E4M3), floats(scales)
+        if scaling == "rowwise":
+            return _matmul(quantized, (held, each[:, None]), x.dtype)
+        return (_matmul(quantized, (held, torch.ones_like(amax)), x.dtype) * each).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        scaling, accumulate, grad_format, sharing = ctx.how
+        (gradient,), (codes, scales) = gradients, ctx.saved_tensors
+        dtype, scaled = FORMATS[grad_format], gradient * floats(scales)
+        amax = amax_of(scaled, scaling)
+        if sharing is not None and sharing.cut == "out":
+            (amax,) = _agreed(sharing, amax)
+        one = amax.new_ones(())
+        turned = cast_transposed(codes.view(E4M3), one, amax)  # by one: as they are
+        ones = one if scaling == "tensorwise" else amax.new_ones(len(turned), 1)
+        quantized = _scaled(scaled, _scale(amax, dtype), dtype)
+        dx = _matmul(quantized, (turned, ones), gradient.dtype, accumulate == "fast")
+        return dx, None, None, None, None, None, None
 
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:

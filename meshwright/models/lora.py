@@ -4,7 +4,7 @@ So have stacks of routed experts, each expert an adapter of its own: rows sorted
 them by grouped products, as with the stacks themselves.
 
 A weight that is held in few bits (QLoRA, Dettmers 2023) is decoded for its matmul and freed again, in the forward and
-in the backward.
+in the backward; or, in FP8, multiplied as it is, where a plan has matmuls in FP8.
 """
 
 from collections.abc import Callable
@@ -26,6 +26,7 @@ from meshwright.spec.params import Param, params, stored
 from meshwright.spec.quantized import ABSMAX, BLOCK, SCALES
 from meshwright.spec.tuning import DOWN, MAGNITUDE, UP, Adapter, is_adapter
 
+CodedProduct = Callable[..., Tensor]  # of an input, how a weight is held, and what stands for it
 Across = Callable[[Tensor], Tensor]  # from the square norms of parts of rows to those of the rows
 
 
@@ -34,6 +35,7 @@ class FrozenLinear(nn.Linear):
 
     scales: nn.Parameter  # of codes, where there are any
     coded: CodedPart | None = None
+    coded_product: CodedProduct | None = None  # transforms may put a function here; None: the weight is decoded
 
     def forward(self, input: Tensor) -> Tensor:
         y = self.product(input)
@@ -43,7 +45,7 @@ class FrozenLinear(nn.Linear):
         """What the layer returns, but for its bias; transforms may put another function here."""
         if self.coded is None:
             return F.linear(x, self.weight)
-        return _Decoded.apply(x, self.coded, *self.parts)
+        return (self.coded_product or _Decoded.apply)(x, self.coded, *self.parts)
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -86,6 +88,7 @@ class LoraLinear(FrozenLinear):
     lora_a: nn.Parameter
     lora_b: nn.Parameter
     scale: float
+    off = False  # the base alone: what it is compared with in DPO
     dropout: float = 0.0  # of what A reads, in training
     key: Tensor  # of its draws
     index: Tensor | None = None  # of the tokens that the block is at, which alone is told
@@ -93,7 +96,7 @@ class LoraLinear(FrozenLinear):
 
     def product(self, x: Tensor) -> Tensor:
         # With A, then with B: never with their product, which has the size of the weight.
-        return super().product(x) + F.linear(self.down(x), self.lora_b) * self.scale
+        return super().product(x) + F.linear(self.down(x), self.lora_b) * (0.0 if self.off else self.scale)
 
     def down(self, x: Tensor) -> Tensor:
         """The product with A of what dropout leaves."""
@@ -148,6 +151,8 @@ class DoraLinear(LoraLinear):
     across: Across  # transforms may put another function here
 
     def product(self, x: Tensor) -> Tensor:
+        if self.off:
+            return super().product(x)
         with torch.no_grad():  # a constant in the gradient, as in the paper (§4.3)
             squares = square_norms(self.matrix(x.dtype), self.lora_a, self.lora_b, self.scale)
             norms = self.across(squares).sqrt()
@@ -162,6 +167,7 @@ class AdaptedExperts(Experts):
     """Experts whose stacks are frozen and may be held in few bits, with adapters beside some of them."""
 
     scale: float
+    off = False  # as of a linear layer
     coded: dict[str, CodedPart]  # of the stacks that are
     low_rank: LowRank  # transforms may put another function here
     across: dict[str, Across]  # of each stack; of one whose rows are cut a transform puts another
@@ -171,8 +177,8 @@ class AdaptedExperts(Experts):
         a, b, magnitude = (getattr(self, f"{stack}_{part}", None) for part in (DOWN, UP, MAGNITUDE))
         if a is None or b is None:
             return y
-        y = y + self.low_rank(x, a, b, ends) * self.scale
-        if magnitude is None:
+        y = y + self.low_rank(x, a, b, ends) * (0.0 if self.off else self.scale)
+        if magnitude is None or self.off:
             return y
         with torch.no_grad():  # as of a linear layer
             squares = square_norms(self.matrices(stack, x.dtype), a, b, self.scale)

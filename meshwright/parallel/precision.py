@@ -5,6 +5,7 @@ Without `plan.bf16_params` the parameters are the masters, and are cast when the
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,10 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from meshwright.kernels.fp8 import Fp8Linear, Sharing, takes
+from meshwright.kernels.coded import CodedPart
+from meshwright.kernels.fp8 import Fp8Linear, Sharing, frozen_product, takes
 from meshwright.models.layers import Attention
+from meshwright.models.lora import FrozenLinear
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.model_spec import ModelSpec
 from meshwright.spec.plan import Plan
@@ -35,7 +38,9 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.
         return model
     for block in model_spec.blocks(model).values():
         for name, module in block.named_modules():
-            if type(module) is nn.Linear and takes(module):
+            if isinstance(module, FrozenLinear):
+                _multiply_codes(module, plan, name)
+            elif type(module) is nn.Linear and takes(module):
                 _convert(module, plan, name)
         for module in block.modules():
             if isinstance(module, Attention) and isinstance(module.out, Fp8Linear):
@@ -49,18 +54,36 @@ def _convert(linear: nn.Linear, plan: Plan, name: str) -> None:
     linear.scaling, linear.accumulate, linear.grad_format = plan.fp8_scaling, plan.fp8_accumulate, plan.fp8_grad
     linear.splits = plan.splits_backward
     if plan.tp > 1:
-        _share(linear, name)
+        linear.sharing = _shared(linear, name)
+        linear.forward = partial(_forward_over_tp, linear)
 
 
-def _share(linear: Fp8Linear, name: str) -> None:
-    """Let the ranks of tp agree on the scales of a layer that they share."""
+def _multiply_codes(linear: FrozenLinear, plan: Plan, name: str) -> None:
+    """Let a frozen weight that is held in FP8 be multiplied as it is held."""
+    if linear.coded is None or linear.coded.held != "fp8" or not takes(linear):
+        return
+    sharing = _shared(linear, name) if plan.tp > 1 else None
+    linear.coded_product = partial(
+        _product_of_codes,
+        scaling=plan.fp8_scaling,
+        accumulate=plan.fp8_accumulate,
+        grad_format=plan.fp8_grad,
+        sharing=sharing,
+    )
+
+
+def _product_of_codes(x: Tensor, how: CodedPart, codes: Tensor, scales: Tensor, **keys: Any) -> Tensor:
+    return frozen_product(x, codes, scales, **keys)
+
+
+def _shared(linear: nn.Linear, name: str) -> Sharing:
+    """How the ranks of tp agree on the scales of a layer that they share."""
     weight = linear.weight
     if not isinstance(weight, DTensor) or not isinstance(weight.placements[0], Shard):
         what = f"plan.precision = fp8 needs every linear layer of a block cut by plan.tp, and {name} is not"
         raise mistake(what, "cut it in the split table, or use plan.tp = 1 or plan.precision = bf16")
     group = weight.device_mesh.get_group()
-    linear.sharing = Sharing("out" if weight.placements[0].dim == 0 else "in", partial(_largest, group))
-    linear.forward = partial(_forward_over_tp, linear)
+    return Sharing("out" if weight.placements[0].dim == 0 else "in", partial(_largest, group))
 
 
 def _largest(group: dist.ProcessGroup, amax: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from meshwright.config.tuning import multiplies_codes
 from meshwright.cost.flops import document_span
 from meshwright.cost.job import Job, MasterWeights, StateDtype
 from meshwright.hardware.cluster import Cluster
@@ -86,8 +87,13 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def freezes(self) -> bool:
-        """Whether some weights are frozen, or a copy of them: all are on the device, and none is multiplied in FP8."""
+        """Whether some weights are frozen, or a copy of them: all are on the device."""
         return self.arch.tuning is not msgspec.UNSET
+
+    @property
+    def may_multiply_in_fp8(self) -> bool:
+        """Whether its weights may be: those that are trained, or a base that is held so."""
+        return not self.freezes or multiplies_codes(self.arch)
 
     @property
     def may_offload_states(self) -> bool:
@@ -125,7 +131,7 @@ def variants(question: Question) -> Iterator[Question]:
         able = (
             precision
             for precision in TRAINED
-            if question.cluster.gpu.peak(precision) > 0 and not (precision == "fp8" and question.freezes)
+            if question.cluster.gpu.peak(precision) > 0 and (precision != "fp8" or question.may_multiply_in_fp8)
         )
         precisions = tuple(dict.fromkeys((question.precision, *able)))
     for batch in batches:

@@ -24,13 +24,13 @@ from meshwright.config.run import Run
 from meshwright.data.loader import Batch, StepBatch
 from meshwright.kernels.cross_entropy import IGNORE
 from meshwright.models.layers import accum_dtype
-from meshwright.models.lora import LoraLinear
+from meshwright.models.lora import AdaptedExperts, LoraLinear
 from meshwright.parallel import context, fsdp, tensor
 from meshwright.parallel.mesh import Mesh, local, sum_once
 from meshwright.parallel.pipeline import Pipeline, stage_input, tied_group
 from meshwright.spec.tuning import pair_slots
 from meshwright.train.state import State
-from meshwright.train.step import accumulated, arguments, forward_only, joined, through_stages
+from meshwright.train.step import accumulated, arguments, forward_only, joined, share_weight, through_stages
 
 
 def preference(logits: Tensor, targets: Tensor, documents: Tensor, slots: int) -> Tensor:
@@ -60,19 +60,19 @@ def preference_loss(rewards: Tensor, pairs: Tensor) -> Tensor:
 @contextmanager
 def without_adapter(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """The base, without gradients or draws. What is gathered for it stays, for the forward that follows."""
-    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, LoraLinear)]
-    scales = [layer.scale for layer in layers]
+    modules = (module for chunk in chunks for module in chunk.modules())
+    layers = [module for module in modules if isinstance(module, LoraLinear | AdaptedExperts)]
     were_training = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()
     for layer in layers:
-        layer.scale = 0.0
+        layer.off = True
     try:
         with torch.no_grad():
             yield
     finally:
-        for layer, scale in zip(layers, scales, strict=True):
-            layer.scale = scale
+        for layer in layers:
+            layer.off = False
         for chunk, was_training in zip(chunks, were_training, strict=True):
             chunk.train(was_training)
 
@@ -105,6 +105,8 @@ class PreferenceStep:
             told = [self.preferences(self.reference, each) for each in batch.microbatches]
         self.pairs = list(zip(batch.microbatches, told, strict=True))
         plan, weight = self.run.plan, scale / batch.tokens
+        # Routers have positions, not pairs: their own losses are means over all of the step's.
+        share_weight(self.chunks, scale / (self.run.batch * self.run.sequence))
         if plan.pp == 1:
             total = accumulated(self.chunks[0], plan, self.pairs, partial(self._losses, weight))
         else:

@@ -40,7 +40,7 @@ def in_turn(model: nn.Module, plan: Plan, mesh: Mesh, batch: StepBatch, scale: T
     The divisor is the valid tokens of the whole step over all ranks, known beforehand, so that the gradient is the
     same however the tokens are cut into microbatches and ranks, ragged ones included.
     """
-    weight = _share_weight([model], scale / batch.tokens)
+    weight = share_weight([model], scale / batch.tokens)
     return accumulated(model, plan, batch.microbatches, partial(losses, model, plan, mesh, weight))
 
 
@@ -67,7 +67,7 @@ def in_pipeline(
     pipeline: Pipeline, chunks: Sequence[nn.Module], plan: Plan, mesh: Mesh, batch: StepBatch, scale: Tensor
 ) -> Tensor:
     """All microbatches through the stages, in the order of the plan's schedule; the divisor is the same."""
-    weight, whole = _share_weight(chunks, scale / batch.tokens), joined(batch.microbatches)
+    weight, whole = share_weight(chunks, scale / batch.tokens), joined(batch.microbatches)
     return through_stages(pipeline, plan, *questions(chunks[0], plan, mesh, whole), weight)
 
 
@@ -176,7 +176,7 @@ def arguments(plan: Plan, mesh: Mesh, batch: Batch) -> dict[str, Tensor | None]:
     }
 
 
-def _share_weight(chunks: Sequence[nn.Module], weight: Tensor) -> Tensor:
+def share_weight(chunks: Sequence[nn.Module], weight: Tensor) -> Tensor:
     """Tell the layers that inject a loss of their own what the loss is multiplied with."""
     for chunk in chunks:
         for mixture in mixtures(chunk):

@@ -6,11 +6,13 @@ from pathlib import Path
 import torch
 from chats import byte_level
 from commands import meshwright
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from meshwright.data.template import NAMED
 
-RECIPE = str(Path(__file__).parents[2] / "recipes" / "alpaca-7b.toml")
+RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPE, LORA_RECIPE = (str(RECIPES / f"{name}.toml") for name in ("alpaca-7b", "alpaca-7b-lora"))
 SMALL = ("sequence=256", "batch=4", "epochs=2", "optim.warmup=0", "optim.lr=1e-3", "plan.shard=2", "plan.microbatch=2")
 RECORDS = [
     {"instruction": f"What is {number}?", "input": "green, blue" if number % 3 else "", "output": f"It is {number}."}
@@ -18,7 +20,8 @@ RECORDS = [
 ]
 
 
-def test_the_recipe_trains_answers_and_goes_back_with_all_its_files(tmp_path):
+def a_base(tmp_path: Path) -> tuple[Path, Tokenizer]:
+    """A tiny Llama and its folder, and the records beside it."""
     lexicon = byte_level(("<s>", "</s>"), begin="<s>")
     folder = tmp_path / "llama-tiny"
     torch.manual_seed(0)
@@ -33,6 +36,25 @@ def test_the_recipe_trains_answers_and_goes_back_with_all_its_files(tmp_path):
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
     (folder / "LICENSE").write_text("as it is")
     (tmp_path / "alpaca_data.json").write_text(json.dumps(RECORDS, indent=1))
+    return folder, lexicon
+
+
+def test_the_recipe_with_lora_trains_an_adapter_that_merges(tmp_path):
+    folder, _ = a_base(tmp_path)
+    own = (f"init.from={folder}", f"data.source={tmp_path}/alpaca_data.json", "sequence=256", "batch=4", "epochs=2")
+    alone = ("plan.microbatch=2", "plan.grad_accum=2", "plan.tf32=false", "adapter.rank=4", "optim.warmup=0")
+    run = str(tmp_path / "run")
+    trained = meshwright("train", LORA_RECIPE, *own, *alone, "--ranks", "1", "--folder", run, folder=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    assert "epochs = 2: 9 steps of 4 of 18 samples" in trained.stdout
+    merged = meshwright("convert", run, str(tmp_path / "made"), "--merge", folder=tmp_path)
+    assert merged.returncode == 0, merged.stderr
+    assert "merged = adapter + base" in merged.stdout + merged.stderr
+    assert (tmp_path / "made" / "LICENSE").read_text() == "as it is"
+
+
+def test_the_recipe_trains_answers_and_goes_back_with_all_its_files(tmp_path):
+    folder, lexicon = a_base(tmp_path)
     own = (f"init.from={folder}", f"data.source={tmp_path}/alpaca_data.json", *SMALL, "plan.grad_accum=1")
 
     shown = meshwright("data", "show", RECIPE, *own, "--sample", "2", "--json", folder=tmp_path)

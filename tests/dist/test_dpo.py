@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from chats import byte_level, turns, write_lines
 from live import Live
+from test_traffic import level
 from trials import Trial, alone, deviation, drive, make_corpus, make_run, mesh_of
 from worlds import world
 
@@ -57,6 +58,10 @@ WORDS = (
     "data.eval_fraction=0.2",
 )
 
+DORA = ("adapter.kind=dora",)
+MOE = ("arch.preset=tiny-moe", "arch.layers=2", "arch.vocab=336")
+# A router's losses are of rows as they are packed, which an answer alone has not.
+ROUTED = (*MOE, "arch.balance_loss=0", "arch.z_loss=0")
 COPY = ("adapter.kind=none", "adapter.rank=16", "optim.lr=1e-3")  # the reference is a frozen copy
 
 
@@ -120,12 +125,12 @@ def whole_batch(path: Path, *words: str) -> tuple[Run, Corpus, State]:
     torch.manual_seed(1)
     with torch.no_grad():
         for name, weight in state.chunks[0].named_parameters():
-            if name.endswith("lora_b") or (state.reference and len(weight.shape) == 2):
-                weight.add_((0.05 if name.endswith("lora_b") else 0.01) * torch.randn(weight.shape, dtype=weight.dtype))
+            if name.endswith(("lora_b", "magnitude")) or (state.reference and len(weight.shape) == 2):
+                weight.add_((0.01 if state.reference else 0.05) * torch.randn(weight.shape, dtype=weight.dtype))
     return run, corpus, state
 
 
-@pytest.mark.parametrize("words", [(), COPY])
+@pytest.mark.parametrize("words", [(), DORA, COPY, ROUTED, (*ROUTED, *DORA), (*ROUTED, *COPY)])
 def test_loss_and_gradients_are_those_of_the_paper(folder, words):
     """As TRL has it (loss_type sigmoid), by one forward for each answer alone and none of our packing."""
     run, corpus, state = whole_batch(folder, *words)
@@ -174,6 +179,45 @@ def assert_it_learns(one: Trial, why: str) -> None:
     assert abs(one.losses[0] - math.log(2)) < TOLERANCE, why
     assert one.losses[-1] < one.losses[0] - 0.01
     assert one.held < math.log(2)
+
+
+@world(2)
+def test_two_ranks_with_magnitudes_are_one_device(folder):
+    one = one_process(folder, *DORA) if dist.get_rank() == 0 else None
+    for words in (PLANS[3], PLANS[4], PLANS[-1]):
+        run = a_run(folder, *DORA, *words)
+        mine = drive(run, make_corpus(run, folder), mesh_of(run.plan))
+        if one is not None:
+            assert deviation(mine, one) < TOLERANCE, words
+            assert_it_learns(one, "a magnitude begins as the norm of its row")
+
+
+EXPERT_PLANS = (
+    ("plan.shard=2", "plan.zero=3", "plan.ep=2", "plan.grad_accum=2"),
+    ("plan.tp=2", "plan.recompute=full"),
+    ("plan.cp=2", "plan.ep=2", "plan.zero=1"),
+    ("plan.pp=2", "plan.grad_accum=2"),
+)
+
+
+@world(2)
+def test_two_ranks_with_experts_are_one_device_and_send_what_the_plan_implies(folder):
+    for form, planned in (((), EXPERT_PLANS), (COPY, EXPERT_PLANS[:2])):
+        one = one_process(folder, *MOE, *form) if dist.get_rank() == 0 else None
+        for words in planned:
+            run = a_run(folder, *MOE, *form, *words)
+            mesh = mesh_of(run.plan)
+            mine = drive(run, make_corpus(run, folder), mesh)
+            if one is not None:
+                assert deviation(mine, one) < TOLERANCE, words
+                assert_it_learns(one, "the model begins as the reference")
+            said = traffic(run.arch, run.plan, run.sequence, place=mesh.place)
+            seen = level(second_step(run, mesh, folder), run, mesh)
+            told = list(differences(seen, implied(said, run.plan, mesh)))
+            assert not told, (words, told)
+            held = [local(weight) for chunk in mine.state.reference for weight in chunk.parameters()]
+            lines = {line.name: line.bytes for line in states(run.arch, run.plan, mesh.place)}
+            assert sum(weight.untyped_storage().nbytes() for weight in held) == lines.get("reference", 0), words
 
 
 @world(2)
@@ -239,7 +283,9 @@ def test_the_reference_is_never_the_peak(folder):
 @world(2)
 def test_a_step_sends_what_the_plan_implies(folder):
     more = ("plan.tp=2", "plan.precision=bf16", "plan.recompute=full", "plan.microbatch=2")
-    for words in (*PLANS, ("plan.shard=2", "plan.zero=3", "plan.precision=bf16", "plan.recompute=full"), more):
+    magnitudes = (*DORA, "plan.tp=2", "plan.recompute=full")
+    low = ("plan.shard=2", "plan.zero=3", "plan.precision=bf16", "plan.recompute=full")
+    for words in (*PLANS, low, more, magnitudes):
         run = a_run(folder, *words)
         mesh = mesh_of(run.plan)
         said = traffic(run.arch, run.plan, run.sequence, place=mesh.place)
@@ -362,7 +408,6 @@ def test_preferences_that_cannot_be_used_are_named(record, told):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("adapter.kind=dora",), "the reference of objective = dpo is the base without adapters"),
         (("data.pack=documents",), "pairs of answers, each in one row"),
         (("data.train_on=all",), "compares answers, not questions"),
         (("dpo.beta=0",), "dpo.beta = 0.0 is out of range"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_dpo import BETA, COPY, a_run, folder, whole_batch  # noqa: F401 - the fixture
+from test_dpo import BETA, COPY, DORA, a_run, folder, whole_batch  # noqa: F401 - the fixture
 from torch import Tensor
 from trials import alone
 
@@ -41,6 +41,9 @@ NAMES = (
 )
 # Llama's norms are computed in fp32 by transformers, whatever the weights are in; fp64 else.
 TOLERANCE = 1e-5
+
+
+PARTS = {"lora_a": "lora_A", "lora_b": "lora_B", "magnitude": "lora_magnitude_vector"}  # ours, and peft's
 
 
 @pytest.fixture
@@ -107,7 +110,8 @@ def adapted(path: Path, state: State, run: Run, corpus: Corpus, trl_dpo: ModuleT
     return both, {
         f"{each.stored.made_of[0].removesuffix('.weight')}.{part}": f"{peft.PREFIX}{each.module}.{word}.default.weight"
         for each in peft.layers(opened)
-        for part, word in (("lora_a", "lora_A"), ("lora_b", "lora_B"))
+        for part, word in PARTS.items()
+        if part != "magnitude" or run.adapter.kind == "dora"
     }
 
 
@@ -122,7 +126,7 @@ def copied(path: Path, state: State, corpus: Corpus, trl_dpo: ModuleType) -> tup
     return model, reference, {name: theirs.name for name, (theirs, *_) in layouts.items()}
 
 
-@pytest.mark.parametrize("words", [(), COPY], ids=["adapter", "copy"])
+@pytest.mark.parametrize("words", [(), DORA, COPY], ids=["adapter", "magnitudes", "copy"])
 def test_loss_and_gradients_are_those_of_trl(folder, tmp_path, trl_dpo, words):  # noqa: F811
     from accelerate import Accelerator
 

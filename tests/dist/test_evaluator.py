@@ -1,13 +1,16 @@
 """Texts and a user's command while a model is trained: in the records and the report, and never training's end."""
 
 import json
+import re
 import sys
 import time
 from io import StringIO
 from pathlib import Path
 
+import forked
 import pytest
 from chats import byte_level, ragged, write_lines
+from commands import environment
 from test_three_commands import a_model
 from trials import alone
 
@@ -99,6 +102,29 @@ def test_texts_and_a_command_while_a_model_is_trained(home):
     assert "text after step 3: What is two and two? →" in said.getvalue()
     assert "eval.command of step 2: colours/acc 0.25" in said.getvalue()
     assert report_verb._lines(shown, facts(folder)) is not None
+
+
+def test_lm_evaluation_harness_scores_the_exported_model(home):
+    """The command of docs/generate.md, on a task of our own."""
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
+    page = (Path(__file__).parents[2] / "docs" / "generate.md").read_text()
+    tasks = home / "tasks"
+    tasks.mkdir()
+    (task,) = re.findall(r"```yaml\n(# tasks/sums\.yaml\n.*?)```", page, re.DOTALL)
+    (lines,) = re.findall(r'```json\n(\{"question".*?)```', page, re.DOTALL)
+    (tasks / "sums.yaml").write_text(task)
+    (tasks / "sums.jsonl").write_text(lines)
+    (command,) = re.findall(r'^command = "(lm_eval .* --include_path tasks .*)"$', page, re.MULTILINE)
+    program = str(Path(sys.executable).parent / "lm_eval")
+    run = a_run(home, f"eval.command={command.replace('lm_eval', program, 1)}", "steps=1", "batch=2")
+    (home / "run-lm.toml").write_text(load.write(run))
+    offline = environment(home) | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    done = forked.run(["train", "run-lm.toml", "--folder", "lm"], home, offline)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (record,) = [each for each in read_records(home / "lm" / "steps.rank0.jsonl") if isinstance(each, CommandRecord)]
+    assert record.state == "done", (home / "lm" / "evals" / "step-1" / "command.txt").read_text()[-2000:]
+    assert 0 <= record.numbers["sums/acc,none"] <= 1
+    assert record.numbers["sums/sample_len"] == 2
 
 
 @pytest.mark.parametrize(

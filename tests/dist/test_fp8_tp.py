@@ -22,7 +22,8 @@ WIDER = ("arch.kv_heads=8", "arch.head_dim=16", "arch.ffn=256")
 # Codes are the same, unless a sum in another order comes to lie on the other side of a step, once in some 10⁹ elements;
 # what is left is float64's rounding, which a few updates by AdamW amplify.
 ALLOWED = 1e-12
-ONE = ("plan.tp=1", "plan.pp=1", "plan.schedule=1f1b", "plan.chunks=1", "plan.recompute=none")
+ONE = ("plan.tp=1", "plan.shard=1", "plan.zero=0", "plan.pp=1", "plan.schedule=1f1b", "plan.chunks=1")
+ONE += ("plan.recompute=none",)
 SPLIT = ("plan.pp=2", "plan.chunks=1", "plan.grad_accum=4", "plan.schedule=zb1p")
 
 
@@ -64,6 +65,15 @@ def test_two_ranks_train_as_one_process(folder):
     compare(folder, ("plan.tp=2",))
     compare(folder, ("plan.tp=2", *GPT, "plan.recompute=full"), fp8_grad="e5m2")
     compare(folder, ("plan.tp=2", "plan.recompute=selective"), fp8_scaling="rowwise")
+
+
+@world(2)
+def test_adapters_beside_a_base_that_is_multiplied_as_it_is_held(folder):
+    lora = ("adapter.kind=lora", "adapter.base=fp8", "adapter.rank=4")
+    compare(folder, ("plan.tp=2", *lora))
+    compare(folder, ("plan.tp=2", *lora, "plan.recompute=full"), fp8_scaling="rowwise", fp8_grad="e5m2")
+    compare(folder, ("plan.shard=2", "plan.zero=3", *lora), fp8_scaling="rowwise")  # a scale of a rank's own tokens
+    compare(folder, (*SPLIT, "adapter.kind=dora", *lora[1:]))
 
 
 @world(2)

@@ -128,6 +128,7 @@ TWO = {
         ("plan.shard=2", "plan.zero=3", *QLORA, *TWICE, *BF16),
         ("plan.tp=2", *QLORA, *TWICE, *BF16, "optim.state_dtype=int8"),
         ("plan.pp=2", *QLORA, *FOUR_TIMES, "adapter.base=fp8"),
+        ("plan.tp=2", *QLORA, "adapter.base=fp8", "plan.precision=fp8"),
         ("plan.shard=2", "plan.zero=3", "plan.ep=2", *MOE, *LORA, *TWICE, *BF16),
         ("plan.tp=2", *MOE, *DORA, *BF16),
         ("plan.shard=2", "plan.zero=3", *MOE, *QLORA, "arch.expert_ffn=128", *BF16),
@@ -527,6 +528,20 @@ def unexpected(folder: Path, words: tuple[str, ...]) -> list[str]:
 def test_a_forward_keeps_what_the_ledger_says(folder, plans):
     told = [text for words in plans for text in unexpected(folder, words)]
     assert not told, "\n".join(told)
+
+
+@world(2)
+def test_a_base_in_fp8_keeps_for_its_adapter_what_one_in_bf16_keeps(folder):
+    found = []
+    for words in ((*LORA, *BF16), (*LORA, "adapter.base=fp8", "plan.precision=fp8")):
+        run = make_run(folder, *SMALL, "plan.kernels=plain", "plan.tp=2", *words)
+        machines, ours = cluster("8xh100"), stacks()["meshwright"]
+        work = microbatch_shape(
+            Job(arch=run.arch, plan=run.plan, sequence=run.sequence, cluster=machines, stack=ours), fused_norm=False
+        )
+        said = saved_activations(work, (False,) * run.arch.blocks, True, "none", still_blocks(run.arch))
+        found.append((saved_for_backward(run, mesh_of(run.plan), folder), said))
+    assert found[0] == found[1]
 
 
 class LiveParts(Live):

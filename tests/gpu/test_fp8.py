@@ -13,6 +13,7 @@ import kernel_cases
 from kernel_cases import STRIDES, draw
 from trials import make_corpus, make_run
 
+from meshwright.kernels.coded import CodedPart, decode, encode
 from meshwright.kernels.fp8 import (
     CAPABILITY,
     FORMATS,
@@ -21,6 +22,7 @@ from meshwright.kernels.fp8 import (
     cast,
     cast_both,
     cast_transposed,
+    frozen_product,
     scale_of,
 )
 from meshwright.parallel import mesh as meshes
@@ -42,6 +44,20 @@ def _on_the_gpu(monkeypatch):
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8)
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_a_frozen_weight_is_turned_to_the_bit_and_multiplied_near_float64(scaling):
+    parts = tuple(part.cuda() for part in encode("fp8", draw((256, 512), torch.float32, 1).cpu()))
+    one = torch.ones((), device="cuda")
+    assert torch.equal(bits(cast_transposed(parts[0].view(FORMATS["e4m3"]), one, one)), parts[0].t())
+    weight = decode(CodedPart("fp8", 0), parts, torch.float64)
+    x = draw((64, 512), torch.bfloat16, 2).requires_grad_()
+    y = frozen_product(x, *parts, scaling=scaling, accumulate="fast", grad_format="e4m3", sharing=None)
+    slope = draw(y.shape, torch.bfloat16, 3)
+    y.backward(slope)
+    for mine, exact in ((y, x.detach().double() @ weight.T), (x.grad, slope.double() @ weight)):
+        assert (mine.double() - exact).norm() / exact.norm() < ALLOWED["e4m3"]
 
 
 @pytest.mark.parametrize("dtype", FORMATS.values())

@@ -74,6 +74,19 @@ MISTAKES = [
         "train adapter.kind=lora adapter.rank=999", "larger than the 192 × 192 matrix of attn.q", "use at most 192"
     ),
     Mistake("train adapter.kind=lora adapter.targets=w1", "'w1' is none of the linear layers", 'use "all-linear"'),
+    Mistake(
+        "train adapter.kind=lorra adapter.rank=8 adapter.alpha=16",  # and nothing of adapter.kind = none
+        'adapter.kind = "lorra" should be one of "none", "lora", "dora", "qlora"',
+        "did you mean 'lora'?",
+    ),
+    Mistake("train adapter.kind=lora plan.precision=fp8", "it is not held in FP8", "use adapter.base = fp8, or"),
+    Mistake("train adapter.kind=qlora plan.precision=fp8", "it is not held in FP8", "use adapter.kind = lora with"),
+    Mistake(
+        "train adapter.kind=lora adapter.base=fp8 plan.precision=fp8 arch.preset=tiny-moe",
+        "plan.precision = fp8 is not offered for adapters of MoE models",
+        "use plan.precision = bf16",
+    ),
+    Mistake("train optim.freeze=embed plan.precision=fp8", "optim.freeze freezes some", "use plan.precision = bf16"),
     Mistake("train adapter.kind=lora optim.freeze=embed", "beside an adapter nothing is", "leave optim.freeze out"),
     Mistake(
         "train optim.name=onebit_adam plan.replicate=2 plan.grad_reduce=int8",

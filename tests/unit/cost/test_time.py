@@ -18,6 +18,7 @@ from meshwright.hardware.stacks import StackSpeed, efficiencies, efficiency_of, 
 from meshwright.spec.params import count
 from meshwright.spec.plan import Plan, balanced_stages
 from meshwright.spec.schedule import actions, legal, stage_ranks
+from meshwright.spec.tuning import Adapter, Tuning
 
 ARCH = preset("llama3-8b")
 MIXTURE = preset("mixtral-8x7b")
@@ -266,6 +267,22 @@ def test_ranks_of_tp_wait_for_the_scales_of_fp8():
     )
     assert bf16.forward.tp < rows.forward.tp < tensors.forward.tp  # two calls, or seven
     assert bf16.input.tp < tensors.input.tp < rows.input.tp  # five, of a number or of thousands
+
+
+def test_a_base_that_is_multiplied_as_it_is_held_is_not_decoded():
+    adapter = Adapter(kind="lora", base="fp8")
+    tuned = msgspec.structs.replace(ARCH, tuning=Tuning(adapter=adapter))
+    wide = msgspec.structs.replace(ARCH, tuning=Tuning(adapter=Adapter(kind="lora")))
+    codes, decoded, plain, bf16 = (
+        block(layer_model(job(machines="1xh200", arch=arch, precision=precision)), mixture=False)
+        for arch, precision in ((tuned, "fp8"), (tuned, "bf16"), (ARCH, "fp8"), (wide, "bf16"))
+    )
+    assert codes.forward.seconds < bf16.forward.seconds < decoded.forward.seconds
+    assert codes.input.elementwise < decoded.input.elementwise
+    # Beside the block's own products those of adapters, in bf16, which take the same time beside either.
+    adapters = bf16.forward.products - block(layer_model(job(machines="1xh200")), mixture=False).forward.products
+    assert codes.forward.products == pytest.approx(plain.forward.products + adapters)
+    assert codes.weight.products == bf16.weight.products  # of adapters alone
 
 
 def test_the_slowest_of_many_is_slower():

@@ -9,6 +9,7 @@ from kernel_cases import STRIDES, TYPES, draw, interpreted
 from torch import nn
 
 from meshwright.kernels import fp8
+from meshwright.kernels.coded import CodedPart, decode, encode, floats
 from meshwright.kernels.fp8 import (
     E4M3,
     FORMATS,
@@ -19,6 +20,7 @@ from meshwright.kernels.fp8 import (
     cast,
     cast_both,
     cast_transposed,
+    frozen_product,
     quantize_linear,
     scale_of,
     takes,
@@ -91,6 +93,15 @@ def test_the_kernel_casts_any_shape_to_both_layouts_as_its_twin_does(shape, stri
     expected = cast(x, scale, dtype).float()
     assert torch.equal(turned.float(), expected.t())
     assert torch.equal(values.float(), expected if both else torch.zeros(shape))
+
+
+@interpreted
+def test_the_kernel_turns_numbers_that_are_fp8_already():
+    held = torch.cat([torch.arange(8, 127), torch.arange(136, 255)])  # all that are normal
+    codes = held.to(torch.uint8).repeat(3)[: 17 * 42].view(17, 42)
+    turned = torch.zeros(42, 17, dtype=E4M3)
+    fp8._launch(codes.view(E4M3), torch.ones(()), None, turned)
+    assert torch.equal(turned.view(torch.uint8), codes.t())
 
 
 def layer_of(scaling="tensorwise", accumulate="fast", grad_format="e4m3", input_stays=False) -> Fp8Linear:
@@ -169,6 +180,55 @@ def test_nothing_of_a_weight_is_saved_beside_itself():
     assert sizes[0] == x.numel()  # a byte each
     assert all(size == 4 for size in sizes[1:])  # scales
     assert any(each is layer.weight for each in saved)
+
+
+HOW = {"accumulate": "fast", "grad_format": "e4m3", "sharing": None}
+
+
+@pytest.mark.parametrize("grad_format", FORMATS)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_frozen_weight_is_multiplied_as_it_is_held(scaling, grad_format, monkeypatch):
+    """In two matmuls of FP8 numbers, near those of the decoded weight, which is exact: one operand is rounded."""
+    weight = draw((32, 64), torch.float32, 1) * torch.logspace(-3, 3, 32)[:, None]  # rows of very different sizes
+    parts = encode("fp8", weight)
+    exact = decode(CodedPart("fp8", 0), parts, torch.float64)
+    x = draw((2, 24, 64), torch.bfloat16, 2).requires_grad_()
+    seen, scaled = [], torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **how: seen.append((a.dtype, b.dtype)) or scaled(a, b, **how))
+    y = frozen_product(x, *parts, scaling=scaling, **HOW | {"grad_format": grad_format})
+    slope = draw(y.shape, torch.bfloat16, 3)
+    y.backward(slope)
+    assert seen == [(E4M3, E4M3), (FORMATS[grad_format], E4M3)]
+    allowed = {"e4m3": 2.0**-4 / 3**0.5, "e5m2": 2.0**-3 / 3**0.5}  # a step of one operand, evenly spread; and bf16
+    wide = x.detach().double() @ exact.T
+    errors = (y.detach().double() - wide).norm(dim=(0, 1)) / wide.norm(dim=(0, 1))
+    assert (errors < allowed["e4m3"] + 0.004).all()  # of every row by itself, as each has a scale
+    back = slope.double() @ exact
+    assert (x.grad.double() - back).norm() / back.norm() < allowed[grad_format] + 0.004
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_in_float64_a_frozen_weight_s_products_are_exact(scaling):
+    parts = encode("fp8", draw((32, 64), torch.float32, 1))
+    exact = decode(CodedPart("fp8", 0), parts, torch.float64)
+    x = draw((24, 64), torch.float64, 2).requires_grad_()
+    y = frozen_product(x, *parts, scaling=scaling, **HOW)
+    values, scale = quantize_linear(x.detach(), scaling)
+    expected = (values.double() * scale) @ exact.T
+    assert (y - expected).abs().max() < 1e-6 * expected.abs().max()  # a scale times a code is rounded to fp32, or not
+    slope = draw(y.shape, torch.float64, 3)
+    y.backward(slope)
+    values, scale = quantize_linear(slope * floats(parts[1]), scaling)
+    expected = (values.double() * scale) @ parts[0].view(E4M3).double()
+    assert (x.grad - expected).abs().max() < 1e-12 * expected.abs().max()
+
+
+def test_nothing_of_the_input_is_saved_for_a_frozen_weight():
+    parts, saved = encode("fp8", draw((32, 64), torch.float32, 1)), []
+    x = draw((32, 64), torch.bfloat16, 2).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
+        frozen_product(x, *parts, scaling="tensorwise", **HOW)
+    assert [each.data_ptr() for each in saved] == [each.data_ptr() for each in parts]
 
 
 def test_only_multiples_of_sixteen_are_taken():

@@ -92,16 +92,16 @@ TINY = ("tiny", "tiny-moe", "tiny-deepseek-v2")  # of which the dense one is the
 
 
 @pytest.mark.parametrize(
-    "tuning",
+    ("tuning", "largest"),
     [
-        Tuning(adapter=Adapter(kind="lora"), compared=True),
-        Tuning(adapter=Adapter(kind="lora", dropout=0.1)),
-        Tuning(adapter=Adapter(kind="lora", targets=("attn.k", "mlp.gate"))),
+        (Tuning(adapter=Adapter(kind="lora"), compared=True), "tiny-moe"),
+        (Tuning(adapter=Adapter(kind="lora", dropout=0.1)), "tiny"),
+        (Tuning(adapter=Adapter(kind="lora", targets=("attn.k", "mlp.gate"))), "tiny"),
     ],
 )
-def test_the_largest_model_is_one_that_can_be_tuned_as_asked(monkeypatch, tuning):
+def test_the_largest_model_is_one_that_can_be_tuned_as_asked(monkeypatch, tuning, largest):
     monkeypatch.setattr("meshwright.search.sizes.presets.preset_names", lambda: TINY)
     asked = question("tiny", "1xh100", sequence=512, batch=4)
     found = largest_model(msgspec.structs.replace(asked, arch=msgspec.structs.replace(asked.arch, tuning=tuning)))
     assert found is not None
-    assert (found.value, found.next_value) == ("tiny", None)
+    assert (found.value, found.next_value) == (largest, None)

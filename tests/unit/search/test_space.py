@@ -188,6 +188,19 @@ def test_fp8_is_as_the_rules_allow_it():
     assert not any(problems(asked, plan) for plan in ours)
 
 
+@pytest.mark.parametrize(("base", "offered"), [("fp8", {"bf16", "fp8"}), ("bf16", {"bf16"})])
+def test_fp8_beside_adapters_is_offered_where_the_base_is_held_so(base, offered):
+    tuning = Tuning(adapter=Adapter(kind="lora", rank=4, base=base))
+    plain = question(machines="2xh100")
+    asked = msgspec.structs.replace(plain, arch=msgspec.structs.replace(plain.arch, tuning=tuning), vary=("precision",))
+    able = {each.precision for each in variants(asked)} & {"bf16", "fp8"}
+    assert able == offered
+    for precision in able:
+        one = msgspec.structs.replace(asked, precision=precision)
+        assert (found := list(plans(one)))
+        assert not any(problems(one, plan) for plan in found)
+
+
 @pytest.mark.parametrize(
     ("rounding", "states"), [("fp32", "fp32"), ("split", "fp32"), ("split", "bf16"), ("none", "bf16"), ("fp32", "bf16")]
 )

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from meshwright.kernels.fp8 import Fp8Linear, Sharing, takes
 from meshwright.models.layers import Attention
+from meshwright.models.moe import MoELayer
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.model_spec import ModelSpec
 from meshwright.spec.plan import Plan
@@ -34,25 +35,28 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.
     if plan.precision != "fp8":
         return model
     for block in model_spec.blocks(model).values():
+        routed = [module for module in block.modules() if isinstance(module, MoELayer)]
+        still = {id(module) for layer in routed for module in (layer.router, layer.noise)}  # in fp32, by the layer
+        inside = {id(module) for layer in routed for module in layer.modules()}
         for name, module in block.named_modules():
-            if type(module) is nn.Linear and takes(module):
-                _convert(module, plan, name)
+            if type(module) is nn.Linear and takes(module) and id(module) not in still:
+                _convert(module, plan, name, in_moe=id(module) in inside)
         for module in block.modules():
             if isinstance(module, Attention) and isinstance(module.out, Fp8Linear):
                 module.out.input_stays = True  # attention's backward needs its result
     return model
 
 
-def _convert(linear: nn.Linear, plan: Plan, name: str) -> None:
+def _convert(linear: nn.Linear, plan: Plan, name: str, in_moe: bool) -> None:
     linear.__class__ = Fp8Linear
     assert isinstance(linear, Fp8Linear)
     linear.scaling, linear.accumulate, linear.grad_format = plan.fp8_scaling, plan.fp8_accumulate, plan.fp8_grad
     linear.splits = plan.splits_backward
     if plan.tp > 1:
-        _share(linear, name)
+        _share(linear, name, in_moe)
 
 
-def _share(linear: Fp8Linear, name: str) -> None:
+def _share(linear: Fp8Linear, name: str, in_moe: bool) -> None:
     """Let the ranks of tp agree on the scales of a layer that they share."""
     weight = linear.weight
     if not isinstance(weight, DTensor) or not isinstance(weight.placements[0], Shard):
@@ -60,7 +64,8 @@ def _share(linear: Fp8Linear, name: str) -> None:
         raise mistake(what, "cut it in the split table, or use plan.tp = 1 or plan.precision = bf16")
     group = weight.device_mesh.get_group()
     linear.sharing = Sharing("out" if weight.placements[0].dim == 0 else "in", partial(_largest, group))
-    linear.forward = partial(_forward_over_tp, linear)
+    if not in_moe:  # whose layer hands its shared experts a rank's own tensors, and sums up itself
+        linear.forward = partial(_forward_over_tp, linear)
 
 
 def _largest(group: dist.ProcessGroup, amax: Tensor) -> Tensor:

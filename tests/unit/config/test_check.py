@@ -28,10 +28,10 @@ WRONG = [
     (["plan.fp8_grad=e5m2"], "plan.fp8_grad = e5m2 is for FP8 matmuls, and plan.precision = fp32"),
     ([*FP8_TP, "plan.tp=4"], "leaves each rank 8 of arch.kv_heads · head_dim = 32, which is no multiple of 16"),
     ([*FP8_TP, "plan.tp=8"], "would round the gradient of arch.kv_heads = 4 shared heads in parts"),
-    ([*FP8_TP, "plan.tp=2", "arch.experts=4", "arch.top_k=2", "arch.expert_ffn=32"], "is not offered for MoE models"),
+    ([*FP8_TP, "plan.tp=2", "arch.mtp_layers=1"], "is not offered for multi-token prediction (arch.mtp_layers)"),
     (
-        [*FP8_TP, "plan.tp=2", "plan.pp=2", "plan.schedule=zb1p"],
-        "would agree on scales twice",
+        [*FP8_TP, "plan.tp=2", "arch.experts=4", "arch.top_k=2", "arch.expert_ffn=16", "arch.shared_experts=1"],
+        "leaves each rank 8 of arch.shared_experts · expert_ffn = 16, which is no multiple of 16",
     ),
     (["plan.precision=fp8", "sequence=100", "batch=1"], "the 100 tokens of a microbatch to be a multiple of 16"),
     (["plan.deterministic=true", "plan.replicate=3", "batch=12"], "plan.replicate = 3 is not a power of two"),

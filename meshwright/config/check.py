@@ -584,13 +584,9 @@ def _rates(run: Run) -> Iterator[Problem]:
     for key, (value, low, high) in bounds.items():
         if not low <= value <= high:  # a NaN lands here too
             yield Problem(f"{key} = {value} is out of range", f"use {low:g} to {high:g}", key)
-    for name in ("beta1", "beta2", "outer_momentum"):
+    for name in ("beta1", "beta2", "momentum", "outer_momentum"):
         if not 0 <= getattr(optim, name) < 1:
             yield Problem(f"optim.{name} = {getattr(optim, name)} is out of range", "use 0 to below 1", f"optim.{name}")
-    if not 0 < optim.momentum < 1:
-        what = f"optim.momentum = {optim.momentum} is out of range"
-        remedy = "use above 0 to below 1; plain SGD, without a momentum buffer, is not offered"
-        yield Problem(what, remedy, "optim.momentum")
     for source in run.data.mix:
         if not 0 < source.weight < 1e9:
             what = f"data.mix: the weight {source.weight} of {source.source} is not positive"

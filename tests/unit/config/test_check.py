@@ -107,7 +107,7 @@ WRONG = [
     (["seed=-1"], "is negative"),
     (["seed=9223372036854775808"], "more than 63 bits"),
     (["optim.beta2=1.0"], "out of range"),
-    (["optim.name=sgd", "optim.momentum=0.0"], "optim.momentum = 0.0 is out of range"),
+    (["optim.name=sgd", "optim.momentum=1.0"], "optim.momentum = 1.0 is out of range"),
     (["optim.eps=0.0"], "optim.eps = 0.0 is out of range"),
     (["optim.eps=nan"], "optim.eps = nan is out of range"),
     (["faults.restarts=-1"], "faults.restarts = -1 is negative"),

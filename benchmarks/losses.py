@@ -1,7 +1,8 @@
 """The same run in every precision and with every kernel over real text: do the losses stay together?
 
-`python benchmarks/losses.py [--steps 200] [--size least|small|large]` trains one model from one seed on one device,
-once for each way of computing, and compares each step's loss with the twin's: plain kernels, not compiled, in bf16.
+`python benchmarks/losses.py [--steps 200] [--size least|small|large]` trains one model from one seed on one device
+(or two ranks), once for each way of computing, and compares each step's loss with the twin's: plain kernels, not
+compiled, in bf16.
 What noise is shows the twin whose microbatches are half as large: the same numbers, added up in another order.
 """
 
@@ -29,6 +30,7 @@ RUN = (
     "plan.replicate=1"
 )
 TWIN = "bf16, plain"
+ZERO = "plan.shard=2 plan.zero=3"
 WAYS = {
     "fp32, plain": "plan.precision=fp32 plan.kernels=plain plan.compile=false",
     TWIN: "plan.precision=bf16 plan.kernels=plain plan.compile=false plan.bf16_params=false",
@@ -74,13 +76,31 @@ WAYS = {
     # The same memory of squares with fp32 states, as the twin of those above.
     "bf16, masters in halves, beta2 0.999": "plan.precision=bf16 optim.master_weights=split optim.beta2=0.999",
     "fp8 codes of activations": "plan.precision=bf16 plan.activation_quant=fp8",
+    # What travels in FP8 between two ranks of ZeRO-3, and FP8 matmuls that two ranks share.
+    **{
+        f"two ranks, {name}": f"plan.kernels=plain plan.compile=false plan.bf16_params=false {words}"
+        for name, words in {
+            "bf16": f"{ZERO} plan.precision=bf16",
+            "bf16, fp8 gathers": f"{ZERO} plan.precision=bf16 plan.gather=fp8",
+            "bf16, fp8 gradients": f"{ZERO} plan.precision=bf16 plan.grad_reduce=fp8",
+            "bf16, fp8 gathers, gradients and states": (
+                f"{ZERO} plan.precision=bf16 plan.gather=fp8 plan.grad_reduce=fp8 optim.state_dtype=fp8"
+            ),
+            "fp8 matmuls, tp": "plan.tp=2 plan.precision=fp8",
+            "fp8 matmuls, gathers, gradients and states": (
+                f"{ZERO} plan.precision=fp8 plan.gather=fp8 plan.grad_reduce=fp8 optim.state_dtype=fp8"
+            ),
+        }.items()
+    },
 }
 LAST = 50  # steps whose mean loss is compared: single steps scatter
 
 
 def losses(words: str, folder: Path) -> list[float] | str:
     """The loss of each step, or why there are none."""
-    command = [sys.executable, "-m", "meshwright", "train", *words.split(), "--ranks", "1", "--folder", str(folder)]
+    ranks = 2 if any(f"plan.{axis}=2" in words.split() for axis in ("shard", "tp")) else 1
+    command = [sys.executable, "-m", "meshwright", "train", *words.split(), "--ranks", str(ranks)]
+    command += ["--folder", str(folder)]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         return done.stderr.strip()[-800:]
@@ -93,6 +113,18 @@ def beside(found: list[float], twin: list[float]) -> dict[str, float]:
     apart = [abs(a / b - 1) for a, b in zip(found, twin, strict=True)]
     last = statistics.mean(found[-LAST:]) / statistics.mean(twin[-LAST:]) - 1
     return {"mean": statistics.mean(apart), "largest": max(apart), "last_mean": last}
+
+
+def table(record: dict[str, Any]) -> str:
+    """Every way beside the twin, as a page shows it."""
+    lines = [
+        f"| beside {record['twin']} | mean of all steps | largest | mean loss of the last {LAST} |\n|---|--:|--:|--:|"
+    ]
+    for way, apart in record["beside"].items():
+        if way != record["twin"]:
+            shares = f"{apart['mean']:.3%} | {apart['largest']:.3%} | {apart['last_mean']:+.3%}"
+            lines.append(f"| {way.removeprefix('two ranks, ')} | {shares} |")
+    return "\n".join(lines)
 
 
 def main() -> None:

@@ -1,11 +1,12 @@
 """Optimizers on one job: each tries as many learning rates over as many tokens, and its best run counts. No torch here.
 
-Rates are a grid around one that is usual for an optimizer where AdamW's is the run's own. What a run found is kept by
-the run's digest, so that a bench that was stopped goes on where it was.
+The first rates lie around one that is usual for an optimizer where AdamW's is the run's own; each further one follows
+from the losses so far, beyond the best where that is the outermost, else nearer to it. What a run found is kept by the
+run's digest, so that a bench that was stopped goes on where it was.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,8 @@ from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
 
 LEARN = Remote("meshwright.bench.measure", "learn")
-GRID = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the usual rate
+FIRST = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the usual rate
+RATES = 8  # that every optimizer tries
 # The usual rate ÷ AdamW's: SGD's gradients are not divided by their size, SM3's by a sum that only grows; Lion moves
 # every element by the whole rate; LAMB's rate is a share of a matrix's own norm.
 USUAL = {"sgd": 100.0, "sm3": 50.0, "lion": 0.2, "lamb": 5.0, "onebit_lamb": 5.0}
@@ -75,7 +77,7 @@ class OptimizerRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_edge(self) -> bool:
-        """Whether the best rate is the first or the last of the grid: a still better one may lie beyond."""
+        """Whether the best rate is the lowest or the highest that was tried: a still better one may lie beyond."""
         return bool(self.tried) and self.rate in (self.tried[0].rate, self.tried[-1].rate)
 
     def reached(self, target: float) -> LearningPoint | None:
@@ -149,10 +151,11 @@ class OptimizerBench:
         )
 
     def _row(self, name: str, say: Callable[[str], None]) -> OptimizerRow:
-        found: list[tuple[float, Learned]] = []
-        ranks = 1
-        for factor in GRID:
-            rate = float(f"{self.one.optim.lr * USUAL.get(name, 1.0) * factor:.3g}")
+        found: dict[float, Learned] = {}  # by factors of the usual rate
+        ranks, usual = 1, self.one.optim.lr * USUAL.get(name, 1.0)
+        while len(found) < RATES:
+            factor = next_factor({each: learned.loss for each, learned in found.items()})
+            rate = _rate(usual, factor)
             try:
                 run = _run(self.file, self.overrides, name, rate)
                 ranks = run.plan.world
@@ -162,12 +165,12 @@ class OptimizerBench:
             except RuntimeError as error:
                 verdict = verdict_of(error)
                 return OptimizerRow(name=name, error=str(verdict) if verdict else str(error).strip().splitlines()[-1])
-            found.append((rate, learned))
+            found[factor] = learned
             shown = f"{learned.loss:.4f}" if math.isfinite(learned.loss) else "not finite"
             say(f"{name:<14} lr {rate:<8g} loss {shown}  {learned.step_seconds:.3f} s/step")
-        tried = tuple(TriedRate(rate=rate, loss=each.points[-1].loss) for rate, each in found)
-        rate, best = min(found, key=lambda each: each[1].loss)
-        return OptimizerRow(name=name, ranks=ranks, tried=tried, rate=rate, best=best)
+        tried = tuple(TriedRate(rate=_rate(usual, each), loss=found[each].points[-1].loss) for each in sorted(found))
+        best = min(found, key=lambda each: found[each].loss)
+        return OptimizerRow(name=name, ranks=ranks, tried=tried, rate=_rate(usual, best), best=found[best])
 
     def _learned(self, run: Run) -> Learned:
         """Train, unless this very run was trained before."""
@@ -175,6 +178,29 @@ class OptimizerBench:
         if not file.exists():
             run_ranks(LEARN, run.plan.world, (run, self.cache, file), LONGEST)
         return msgspec.json.decode(file.read_bytes(), type=Learned)
+
+
+def next_factor(losses: Mapping[float, float]) -> float:
+    """The next rate to try, as a factor of the usual one, by the losses of those before.
+
+    Twice beyond the best where that is the lowest or the highest, else halfway into the wider of the gaps beside it.
+    """
+    if left := [factor for factor in FIRST if factor not in losses]:
+        return left[0]
+    tried = sorted(losses)
+    place = tried.index(min(tried, key=losses.__getitem__))
+    if place == 0:
+        return tried[0] / 2
+    if place == len(tried) - 1:
+        return tried[-1] * 2
+    below, best, above = tried[place - 1 : place + 2]
+    # Of gaps alike, the one to the better neighbour.
+    other = max((below, above), key=lambda each: (round(abs(math.log(each / best)), 6), -losses[each]))
+    return math.sqrt(best * other)
+
+
+def _rate(usual: float, factor: float) -> float:
+    return float(f"{usual * factor:.3g}")
 
 
 def table(answer: OptimizerTable) -> str:

@@ -49,7 +49,9 @@ def add_bench(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--quick", action="store_true", help="with --probe: few and small shapes")
     verb.add_argument(
-        "--optimizers", action="store_true", help="train the run with every optimizer, each with its best of five rates"
+        "--optimizers",
+        action="store_true",
+        help="train the run with every optimizer, each by the best of eight rates",
     )
     verb.add_argument(
         "--only",
@@ -168,7 +170,7 @@ def _line(row: "Row") -> str:
 
 def optimizers(options: argparse.Namespace) -> int:
     """Train with every optimizer; exit 1 when one could not."""
-    from meshwright.bench.optimizers import GRID, OptimizerBench, table
+    from meshwright.bench.optimizers import RATES, OptimizerBench, table
     from meshwright.cli import preflight
 
     if (here := env.here()) is not None:
@@ -184,8 +186,8 @@ def optimizers(options: argparse.Namespace) -> int:
         raise InputError(found)
     names = options.only or list(OPTIMIZERS)
     size = f"{compared.one.steps} steps of {compared.one.tokens} tokens"
-    say(f"{len(names)} optimizers, {len(GRID)} learning rates each, {size}")
-    answer = compared.compare(names, _progress(say, len(names) * len(GRID)))
+    say(f"{len(names)} optimizers, {RATES} learning rates each, {size}")
+    answer = compared.compare(names, _progress(say, len(names) * RATES))
     say(table(answer))
     if options.out:
         options.out.write_bytes(msgspec.json.format(msgspec.json.encode(answer)) + b"\n")
@@ -218,7 +220,7 @@ def optimizers_picture(answer: "OptimizerTable") -> str:
 
     panels = (
         LossPanel(title="by step", unit="steps", curves=curves(lambda each: float(each.step))),
-        LossPanel(title="by wall-clock", unit="seconds of training", curves=curves(lambda each: each.seconds)),
+        LossPanel(title="by time", unit="seconds of training", curves=curves(lambda each: each.seconds)),
     )
     return picture(f"Validation loss of {answer.run} by optimizer", panels)
 

@@ -116,19 +116,21 @@ def _scales_over_tp(run: Run) -> Iterator[Problem]:
     """FP8 matmuls whose parts, and whose gradients, would not be those of the whole."""
     arch, plan = run.arch, run.plan
     stated, remedy = f"plan.precision = fp8 with plan.tp = {plan.tp}", "or plan.precision = bf16"
-    if arch.experts or arch.is_latent:
-        what = "MoE models" if arch.experts else "latent attention"
-        yield Problem(f"{stated} is not offered for {what}", f"use plan.tp = 1 and plan.shard, {remedy}", "plan.tp")
+    whole = (
+        "latent attention" if arch.is_latent else "multi-token prediction (arch.mtp_layers)" if arch.mtp_layers else ""
+    )
+    if whole:
+        what = f"{stated} is not offered for {whole}, which has matrices that every rank holds whole"
+        yield Problem(what, f"use plan.tp = 1 and plan.shard, {remedy}", "plan.tp")
         return
     if shares_heads(arch, plan.tp):
         what = f"{stated} would round the gradient of arch.kv_heads = {arch.kv_heads} shared heads in parts"
         yield Problem(what, f"use plan.tp of at most {arch.kv_heads}, {remedy}", "plan.tp")
         return
-    if plan.splits_backward:
-        what = f"{stated} would agree on scales twice: plan.schedule = {plan.schedule} goes back for a block's input"
-        near = "1f1b" if plan.chunks == 1 else "interleaved"
-        yield Problem(f"{what}, and then for its weights", f"use plan.schedule = {near}, {remedy}", "plan.schedule")
-    widths = {"heads · head_dim": arch.q_width, "kv_heads · head_dim": arch.kv_width, "ffn": arch.ffn}
+    widths = {"heads · head_dim": arch.q_width, "kv_heads · head_dim": arch.kv_width}
+    if not all(map(arch.is_moe, range(arch.layers))):
+        widths["ffn"] = arch.ffn
+    widths["shared_experts · expert_ffn"] = arch.shared_experts * arch.expert_ffn
     for name, width in widths.items():
         in_fp8 = width % FP8_MULTIPLE == 0 and arch.hidden % FP8_MULTIPLE == 0
         if in_fp8 and width % plan.tp == 0 and width // plan.tp % FP8_MULTIPLE:
@@ -582,13 +584,9 @@ def _rates(run: Run) -> Iterator[Problem]:
     for key, (value, low, high) in bounds.items():
         if not low <= value <= high:  # a NaN lands here too
             yield Problem(f"{key} = {value} is out of range", f"use {low:g} to {high:g}", key)
-    for name in ("beta1", "beta2", "outer_momentum"):
+    for name in ("beta1", "beta2", "momentum", "outer_momentum"):
         if not 0 <= getattr(optim, name) < 1:
             yield Problem(f"optim.{name} = {getattr(optim, name)} is out of range", "use 0 to below 1", f"optim.{name}")
-    if not 0 < optim.momentum < 1:
-        what = f"optim.momentum = {optim.momentum} is out of range"
-        remedy = "use above 0 to below 1; plain SGD, without a momentum buffer, is not offered"
-        yield Problem(what, remedy, "optim.momentum")
     for source in run.data.mix:
         if not 0 < source.weight < 1e9:
             what = f"data.mix: the weight {source.weight} of {source.source} is not positive"

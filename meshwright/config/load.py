@@ -95,7 +95,8 @@ def examine(
         run = msgspec.convert(table, Run)
         loaded = LoadedRun(run=run, origins=origins)
         unusable = [problem.key for problem in found if problem.key]
-        broken = [*_rank_problems(run, ranks, origins), *_init_problems(run), *check.problems(run)]
+        broken = [*_rank_problems(run, ranks, origins), *_init_problems(run), *_warmup_problems(run, origins)]
+        broken += check.problems(run)
         found += [problem for problem in broken if not _supposes(problem, unusable)]
     return loaded, [placed(problem, origins) for problem in found]
 
@@ -444,6 +445,14 @@ def _single_rank_plan(table: Table, stated: dict[str, Any]) -> dict[str, Any]:
         plan["optimizer_offload"] = stated["optimizer_offload"]
         plan["bf16_params"] = precision in ("bf16", "fp16", "fp8")
     return plan
+
+
+def _warmup_problems(run: Run, origins: Origins) -> list[Problem]:
+    """A warm-up is longer than the run by mistake where it is said beside it; a file's may be tried for a few steps."""
+    if origins.get("optim.warmup") != "command line" or run.epochs or run.optim.warmup < run.steps:
+        return []
+    what = f"optim.warmup = {run.optim.warmup} is not shorter than the run, whose steps = {run.steps}"
+    return [Problem(what, f"use at most {run.steps - 1}, or more steps", "optim.warmup")]
 
 
 def _init_problems(run: Run) -> list[Problem]:

@@ -206,14 +206,16 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
         *(_beside_experts(at) if mixture else _dense_products(at)),
     ]
     forward, backward = _attention(at)
-    scales, back_scales = _scales_over_tp(at)
+    scales, back_scales = _scales_over_tp(at, mixture)
     moved, (casts, back_casts) = _between_bytes(at, mixture), _cast_bytes(shapes, experts, at)
     weight_products = sum(_product(count, n, k, m, at, back=True) for count, m, n, k in shapes)
     # Of experts they are no narrower than bf16, see kernels/experts_fp8.py.
     weight_products += sum(count * _head_product(n, k, m, at) for count, m, n, k in experts)
-    shapes += experts
     products = sum(_product(count, m, n, k, at) for count, m, n, k in shapes)
+    products += sum(_expert_product(count, m, n, k, at) for count, m, n, k in experts)
     input_products = sum(_product(count, m, k, n, at, back=True) for count, m, n, k in shapes)
+    input_products += sum(_expert_product(count, m, k, n, at, back=True) for count, m, n, k in experts)
+    shapes += experts
     share = trained_share(arch)  # the others have no gradient
     weights = share * sum(count * n * k for count, _, n, k in shapes)
     ep = _over_ep(at, products) if mixture else 0.0
@@ -381,6 +383,16 @@ def _product(count: float, m: float, n: float, k: float, at: LayerModel, back: b
     return count * product_seconds(m, n, k, at.rates, back) / at.speed.product
 
 
+def _expert_product(count: float, m: float, n: float, k: float, at: LayerModel, back: bool = False) -> float:
+    """Of routed experts, in the precision that these have."""
+    return count * _head_product(m, n, k, at) if _experts_stay_wide(at) else _product(count, m, n, k, at, back)
+
+
+def _experts_stay_wide(at: LayerModel) -> bool:
+    """Whether routed experts are in bf16 beside FP8: under tp our ranks have parts of the rows that share a scale."""
+    return at.job.stack.name == OURS and at.plan.tp > 1
+
+
 def _dense_products(at: LayerModel, width: int = 0) -> Iterator[Shape]:
     arch, tp = at.arch, at.plan.tp
     inner = (width or arch.ffn) / tp
@@ -471,7 +483,7 @@ def _cast_bytes(shapes: list[Shape], experts: list[Shape], at: LayerModel) -> tu
         by_rows = 0.0 if at.plan.fp8_scaling == "rowwise" else 2 * at.fusion * at.rates.width
         return FP8_INPUT * inputs + by_rows * gradients, FP8_OTHER * gradients + FP8_CODES_TURNED * weights
     turned = FP8_TURNED * gradients + FP8_WEIGHT_TURNED * weights
-    rows, stacks, row_gradients = _operands(experts)
+    rows, stacks, row_gradients = _operands([] if _experts_stay_wide(at) else experts)
     forward = (FP8_INPUT + FP8_TURNED) * inputs + FP8_INPUT * rows + FP8_OTHER * (weights + stacks)
     return forward, FP8_OTHER * (gradients + row_gradients + stacks) + turned + FP8_TURNED * stacks
 
@@ -500,13 +512,13 @@ def _over_tp(at: LayerModel, hidden_by: float) -> float:
     return exposed(2 * each, hidden_by, at.speed.overlap_tp)
 
 
-def _scales_over_tp(at: LayerModel) -> tuple[float, float]:
+def _scales_over_tp(at: LayerModel, mixture: bool) -> tuple[float, float]:
     """Ranks agree on the scales of FP8 matmuls before these, forward and backward: all of it is waited for."""
     if at.job.stack.name != OURS:
         return 0.0, 0.0
     found = [
         (at.collective("all_reduce", "tp", size), forward, backward)
-        for size, forward, backward in fp8_scales(at.arch, at.plan, round(at.tokens))
+        for size, forward, backward in fp8_scales(at.arch, at.plan, round(at.tokens), mixture)
     ]
     return sum(each * forward for each, forward, _ in found), sum(each * backward for each, _, backward in found)
 

@@ -51,7 +51,7 @@ from meshwright.spec.params import Param, Split, buffers, kv_part, params, train
 from meshwright.spec.plan import FP8_MULTIPLE, Plan
 from meshwright.spec.quantized import FORMATS, is_quantized
 from meshwright.spec.schedule import IN_SIGHT, Schedule, actions
-from meshwright.spec.tuning import pair_slots
+from meshwright.spec.tuning import is_adapter, pair_slots
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "broadcast"]
 
@@ -227,12 +227,13 @@ def _magnitudes_over_tp(part: StageLayers, view: RankView) -> Iterator[Collectiv
 
 def _scales_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """Largest magnitudes from which ranks of tp make the scales of FP8 matmuls: a call for each linear layer."""
-    again = 0 if part.recomputed.by_operation else part.recomputed.layers
-    for size, forward, backward in fp8_scales(view.arch, view.plan, view.plan.microbatch * view.positions):
-        forwards = view.forwards * part.layers + again
-        unasked = _without_gradient(view.arch, part.begin, part.layers) if backward else 0
-        count = view.plan.grad_accum * (forward * forwards + backward * part.layers - unasked)
-        yield Collective(kind="all_reduce", axis="tp", count=count, bytes=size)
+    again, tokens = part.recomputed, view.plan.microbatch * view.positions
+    for mixture, layers, recomputed in ((False, part.dense, again.dense), (True, part.mixtures, again.mixtures)):
+        forwards = view.forwards * layers + (0 if again.by_operation else recomputed)
+        for size, forward, backward in fp8_scales(view.arch, view.plan, tokens, mixture) if layers else ():
+            unasked = _without_gradient(view.arch, part.begin, part.layers) if backward else 0
+            count = view.plan.grad_accum * (forward * forwards + backward * layers - unasked)
+            yield Collective(kind="all_reduce", axis="tp", count=count, bytes=size)
 
 
 @lru_cache(maxsize=4096)
@@ -243,18 +244,23 @@ def _without_gradient(arch: Arch, begin: int, layers: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def fp8_scales(arch: Arch, plan: Plan, tokens: int) -> tuple[tuple[int, int, int], ...]:
-    """The bytes of such calls, and how many of them a layer has going forward and back.
+def fp8_scales(arch: Arch, plan: Plan, tokens: int, mixture: bool) -> tuple[tuple[int, int, int], ...]:
+    """The bytes of such calls, and how many of them a layer, with experts or without, has going forward and back.
 
     In a row-parallel layer ranks have parts of the input and of the weight, along rows; in a column-parallel one other
     rows of the weight, and going back parts of the gradient's rows and of the transposed weight's. A frozen weight has
-    scales of its own already.
+    scales of its own already. Routed experts are in bf16 under tp, and routers in fp32.
     """
     if plan.precision != "fp8" or plan.tp == 1:
         return ()
     by_row, calls = plan.fp8_scaling == "rowwise", dict[int, tuple[int, int]]()
+    layer = next((layer for layer in range(arch.layers) if arch.is_moe(layer) == mixture), None)
     for param in params(arch):
-        if param.layer or len(param.shape) != 2 or any(size % FP8_MULTIPLE for size in param.shape):
+        if param.layer != layer or param.expert or len(param.shape) != 2 or param.split is Split.NONE:
+            continue
+        if is_adapter(param.name):  # which is not in FP8
+            continue
+        if any(size % FP8_MULTIPLE for size in param.shape):
             continue
         out, into = param.shape
         if param.held == "fp8":

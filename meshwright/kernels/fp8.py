@@ -171,12 +171,9 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         scaling, accumulate, grad_format, input_stays, sharing = ctx.how
         gradient, fast, dtype = gradients[0], accumulate == "fast", FORMATS[grad_format]
-        amax = amax_of(gradient, scaling)
         if scaling == "rowwise":
             x, weight = ctx.saved_tensors
-            weight_amax = amax_of(weight.t(), scaling)
-            if sharing is not None and sharing.cut == "out":
-                amax, weight_amax = _agreed(sharing, amax, weight_amax)
+            amax, weight_amax = _backward_amaxes(gradient, weight, sharing)
             g, weight_turned = (
                 _scaled(gradient, _scale(amax, dtype), dtype),
                 _scaled(weight.t().contiguous(), _scale(weight_amax)),
@@ -185,9 +182,7 @@ class _Fp8Linear(torch.autograd.Function):
             x_turned = quantize_linear(x.t().contiguous(), scaling)
         else:
             saved, x_scale, weight, weight_scale = ctx.saved_tensors
-            if sharing is not None and sharing.cut == "out":
-                (amax,) = _agreed(sharing, amax)
-            scale = _scale(amax, dtype)
+            scale = _gradient_scale(gradient, dtype, sharing)
             inverse = scale.reciprocal()
             g, turned = ((each, inverse) for each in cast_both(gradient, scale, dtype))
             weight_turned = cast_transposed(weight, weight_scale, scale), weight_scale.reciprocal()
@@ -202,10 +197,10 @@ def _by_halves(
     sharing: Sharing | None,
 ) -> Tensor:  # fmt: skip
     """As `_Fp8Linear`, with a node of the graph for each gradient."""
-    assert sharing is None, "ranks would agree on scales twice: refused before they start"
     fast, dtype = accumulate == "fast", FORMATS[grad_format]
+    grad_scale = _SharedScale(dtype, sharing)
     with torch.no_grad():
-        x_scale, weight_scale = scale_of(x, scaling), scale_of(weight, scaling)
+        x_scale, weight_scale = _forward_scales(x, weight, scaling, sharing)
         if scaling == "rowwise" or stays:
             x_fp8, saved = cast(x, x_scale), x.detach()
         else:
@@ -213,22 +208,58 @@ def _by_halves(
         y = _matmul((x_fp8, x_scale.reciprocal()), _scaled(weight, weight_scale), x.dtype)
 
     def for_input(held: Tensor, gradient: Tensor) -> Tensor:
-        g = quantize_linear(gradient, scaling, dtype)
         if scaling == "rowwise":
-            return _matmul(g, quantize_linear(held.t().contiguous(), scaling), gradient.dtype, fast)
-        turned = cast_transposed(held, weight_scale, g[1])
-        return _matmul(g, (turned, weight_scale.reciprocal()), gradient.dtype, fast)
+            amax, weight_amax = _backward_amaxes(gradient, held, sharing)
+            g, weight_turned = _scaled(gradient, _scale(amax, dtype), dtype), held.t().contiguous()
+            return _matmul(g, _scaled(weight_turned, _scale(weight_amax)), gradient.dtype, fast)
+        scale = grad_scale.of(gradient)
+        turned = cast_transposed(held, weight_scale, scale)
+        return _matmul(_scaled(gradient, scale, dtype), (turned, weight_scale.reciprocal()), gradient.dtype, fast)
 
     def for_weight(gradient: Tensor, saved: Tensor, x_scale: Tensor) -> Tensor:
-        if scaling == "rowwise":
+        if scaling == "rowwise":  # rows of features, each of all tokens: no other rank has a part of them
             turned = quantize_linear(gradient.t().contiguous(), scaling, dtype)
             return _matmul(turned, quantize_linear(saved.t().contiguous(), scaling), gradient.dtype, fast)
-        scale = scale_of(gradient, scaling, dtype)
+        scale = grad_scale.of(gradient)
         x_turned = cast_transposed(saved, x_scale, scale) if stays else saved
         turned = cast_both(gradient, scale, dtype)[1]
         return _matmul((turned, scale.reciprocal()), (x_turned, x_scale.reciprocal()), gradient.dtype, fast)
 
     return in_halves(y, Half(x, partial(for_input, weight.detach())), Half(weight, for_weight, (saved, x_scale)))
+
+
+class _SharedScale:
+    """The scale of a gradient, tensorwise, in both halves of its backward: ranks that have parts agree in the first."""
+
+    def __init__(self, dtype: torch.dtype, sharing: Sharing | None) -> None:
+        self.dtype, self.sharing = dtype, sharing
+        self.agreed: Tensor | None = None  # by the first half, for the second
+
+    def of(self, gradient: Tensor) -> Tensor:
+        if self.sharing is None or self.sharing.cut == "in":
+            return _gradient_scale(gradient, self.dtype, None)
+        if self.agreed is None:
+            self.agreed = _gradient_scale(gradient, self.dtype, self.sharing)
+            return self.agreed
+        scale, self.agreed = self.agreed, None
+        return scale
+
+
+def _gradient_scale(gradient: Tensor, dtype: torch.dtype, sharing: Sharing | None) -> Tensor:
+    """The scale of a whole gradient, of which column-parallel ranks have parts."""
+    amax = amax_of(gradient, "tensorwise")
+    if sharing is not None and sharing.cut == "out":
+        (amax,) = _agreed(sharing, amax)
+    return _scale(amax, dtype)
+
+
+def _backward_amaxes(gradient: Tensor, weight: Tensor, sharing: Sharing | None) -> tuple[Tensor, Tensor]:
+    """Largest magnitudes of the rows of a gradient and of the transposed weight, which column-parallel ranks share."""
+    amaxes = amax_of(gradient, "rowwise"), amax_of(weight.t(), "rowwise")
+    if sharing is None or sharing.cut == "in":
+        return amaxes
+    amax, weight_amax = _agreed(sharing, *amaxes)
+    return amax, weight_amax
 
 
 def _forward_scales(x: Tensor, weight: Tensor, scaling: Scaling, sharing: Sharing | None) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
     g ← g + λw,  b ← μb + g,  w ← w − η · b, or with optim.nesterov  w ← w − η · (g + μb)
 
 The buffer begins at zero, so the first step has b = g, and a weight that a step leaves out keeps its buffer as it is.
+Without momentum (μ = 0) the buffer stays zero: one form for both, at the price of its bytes.
 """
 
 from collections.abc import Sequence
@@ -21,9 +22,9 @@ class SGDRule(UpdateRule):
         (momentum,) = states
         gradients, divisor = scaled(gradients, terms)
         torch._fused_sgd_(
-            list(weights), list(gradients), list(momentum),
+            list(weights), list(gradients), list(momentum) if self.optim.momentum else [],
             weight_decay=terms.decay, momentum=self.optim.momentum, lr=terms.rate, dampening=0.0,
-            nesterov=self.optim.nesterov, maximize=False,
+            nesterov=self.optim.nesterov and self.optim.momentum > 0, maximize=False,
             is_first_step=False,  # which would only spare reading a buffer of zeros
             grad_scale=divisor, found_inf=(1.0 - terms.finite).float(),
         )  # fmt: skip
@@ -36,6 +37,8 @@ class SGDRule(UpdateRule):
             gradient = gradient * factor
             if terms.decay:
                 gradient = gradient + weight * terms.decay
+            if not momentum:
+                return weight - gradient * terms.rate, states
             buffer = states[0] * momentum + gradient
             move = gradient + buffer * momentum if nesterov else buffer
             return weight - move * terms.rate, (buffer,)

@@ -83,7 +83,8 @@ def group_experts(model: Decoder, plan: Plan, mesh: Mesh) -> None:
     widths = model.arch.hidden, model.arch.expert_ffn // plan.tp
     if not takes_grouped(mesh.device, compute_dtype(plan), *widths):
         return
-    eight = plan.precision == "fp8" and takes_fp8(mesh.device, *widths)
+    # Under tp a rank would scale its own part of a row: they stay in bf16.
+    eight = plan.precision == "fp8" and plan.tp == 1 and takes_fp8(mesh.device, *widths)
     how = {"scaling": plan.fp8_scaling, "accumulate": plan.fp8_accumulate, "splits": plan.splits_backward}
     by_plan = partial(grouped_matmul_fp8, **how)
     for module in model.modules():

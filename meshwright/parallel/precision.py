@@ -18,6 +18,7 @@ from meshwright.kernels.coded import CodedPart
 from meshwright.kernels.fp8 import Fp8Linear, Sharing, frozen_product, takes
 from meshwright.models.layers import Attention
 from meshwright.models.lora import FrozenLinear
+from meshwright.models.moe import MoELayer
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.model_spec import ModelSpec
 from meshwright.spec.plan import Plan
@@ -37,25 +38,29 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.
     if plan.precision != "fp8":
         return model
     for block in model_spec.blocks(model).values():
+        routed = [module for module in block.modules() if isinstance(module, MoELayer)]
+        still = {id(module) for layer in routed for module in (layer.router, layer.noise)}  # in fp32, by the layer
+        inside = {id(module) for layer in routed for module in layer.modules()}
         for name, module in block.named_modules():
             if isinstance(module, FrozenLinear):
                 _multiply_codes(module, plan, name)
-            elif type(module) is nn.Linear and takes(module):
-                _convert(module, plan, name)
+            elif type(module) is nn.Linear and takes(module) and id(module) not in still:
+                _convert(module, plan, name, in_moe=id(module) in inside)
         for module in block.modules():
             if isinstance(module, Attention) and isinstance(module.out, Fp8Linear):
                 module.out.input_stays = True  # attention's backward needs its result
     return model
 
 
-def _convert(linear: nn.Linear, plan: Plan, name: str) -> None:
+def _convert(linear: nn.Linear, plan: Plan, name: str, in_moe: bool) -> None:
     linear.__class__ = Fp8Linear
     assert isinstance(linear, Fp8Linear)
     linear.scaling, linear.accumulate, linear.grad_format = plan.fp8_scaling, plan.fp8_accumulate, plan.fp8_grad
     linear.splits = plan.splits_backward
     if plan.tp > 1:
         linear.sharing = _shared(linear, name)
-        linear.forward = partial(_forward_over_tp, linear)
+        if not in_moe:  # whose layer hands its shared experts a rank's own tensors, and sums up itself
+            linear.forward = partial(_forward_over_tp, linear)
 
 
 def _multiply_codes(linear: FrozenLinear, plan: Plan, name: str) -> None:

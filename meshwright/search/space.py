@@ -23,7 +23,7 @@ from meshwright.spec.params import cut_widths
 from meshwright.spec.plan import AXES, FIELDS, FP8_MULTIPLE, Plan, balanced_stages
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.quantized import FORMATS
-from meshwright.spec.schedule import SPLIT_BACKWARD, Schedule, default_chunks, legal
+from meshwright.spec.schedule import Schedule, default_chunks, legal
 
 FIRST_SHARES = 8  # parts of a stage's blocks that "first-K" goes by: one is 4 % of the time at most
 
@@ -184,8 +184,6 @@ def orders(question: Question, layout: AxesChoice, each: BatchChoice) -> tuple[P
     if layout.pp == 1:
         return (PipelineChoice(question.fixed.get("schedule", "1f1b"), 1),)
     schedules = tuple(_given(question, "schedule", SCHEDULES))
-    if question.precision == "fp8" and layout.tp > 1:
-        schedules = tuple(each for each in schedules if each not in SPLIT_BACKWARD)
     found = _orders(schedules, _chunks(question, layout.pp), layout.pp, each.grad_accum)
     if not question.freezes:
         return found

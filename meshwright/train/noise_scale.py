@@ -72,6 +72,7 @@ class NoiseMeter:
         self.names = [_measured(chunk, run.plan) for chunk in chunks]
         wide = torch.float64 if run.plan.precision == "fp64" else torch.float32
         self.norms = torch.zeros(run.plan.grad_accum, sum(map(len, self.names)), dtype=wide, device=mesh.device)
+        self.cells = [row.unbind() for row in self.norms.unbind()]  # made once: a hook has little else to do
         self.seen = [0] * self.norms.shape[1]  # microbatches of this step, by parameter
         own = [weight for chunk, names in zip(chunks, self.names, strict=True)
                for name, weight in chunk.named_parameters() if name in names]  # fmt: skip
@@ -91,7 +92,7 @@ class NoiseMeter:
                 weight.unsharded_param.register_hook(partial(self._arrived, place))
 
     def _arrived(self, place: int, gradient: Tensor) -> None:
-        norm = self.norms[self.seen[place], place]
+        norm = self.cells[self.seen[place]][place]
         self.seen[place] += 1
         torch.linalg.vector_norm(local(gradient), dtype=norm.dtype, out=norm)
         if isinstance(gradient, DTensor) and (alike := _holders(gradient)) > 1:

@@ -5,7 +5,7 @@ import json
 import pytest
 from commands import SMALL, meshwright, write_text
 
-from meshwright.bench.optimizers import GRID
+from meshwright.bench.optimizers import RATES
 
 WORDS = [
     "bench", "--optimizers", *SMALL, "steps=4", "data.source=my/*.txt", "data.eval_fraction=0.2", "arch.layers=1",
@@ -22,14 +22,14 @@ def test_rates_are_tried_alike_and_what_was_trained_is_not_trained_again(tmp_pat
     assert found == json.loads((tmp_path / "found.json").read_text())
     adam, onebit = found["rows"]
     for each in (adam, onebit):
-        assert len(each["tried"]) == len(GRID)
+        assert len(each["tried"]) == RATES
         best = min(each["tried"], key=lambda one: one["loss"])
         assert (each["rate"], each["best"]["points"][-1][2]) == (best["rate"], best["loss"])
-        assert len({one["loss"] for one in each["tried"]}) == len(GRID)
+        assert len({one["loss"] for one in each["tried"]}) == RATES
         assert each["best"]["points"][-1][0] == found["steps"] == 4
     assert (adam["ranks"], onebit["ranks"]) == (1, 2)
     assert "<polyline" in (tmp_path / "found.svg").read_text()
-    assert f"[{2 * len(GRID)}/{2 * len(GRID)}] onebit_adam" in done.stderr
+    assert f"[{2 * RATES}/{2 * RATES}] onebit_adam" in done.stderr
     kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs/bench/optimizers").iterdir()}
     again = meshwright(*WORDS, folder=tmp_path)
     assert json.loads(again.stdout) == found

@@ -18,12 +18,13 @@ from meshwright.kernels import fp8
 from meshwright.parallel import precision
 
 SMALL = ("arch.layers=2", "steps=3", "data.eval_fraction=0.0", "plan.precision=fp64", "sequence=32", "optim.lr=1e-2")
+MOE = ("arch.experts=16", "arch.top_k=2", "arch.expert_ffn=32", "arch.shared_experts=2")
 WIDER = ("arch.kv_heads=8", "arch.head_dim=16", "arch.ffn=256")
 # Codes are the same, unless a sum in another order comes to lie on the other side of a step, once in some 10⁹ elements;
 # what is left is float64's rounding, which a few updates by AdamW amplify.
 ALLOWED = 1e-12
 ONE = ("plan.tp=1", "plan.shard=1", "plan.zero=0", "plan.pp=1", "plan.schedule=1f1b", "plan.chunks=1")
-ONE += ("plan.recompute=none",)
+ONE += ("plan.recompute=none", "plan.ep=1")
 SPLIT = ("plan.pp=2", "plan.chunks=1", "plan.grad_accum=4", "plan.schedule=zb1p")
 
 
@@ -86,6 +87,17 @@ def test_scales_of_parts_would_be_other_numbers(folder):
                 compare(folder, ("plan.tp=2",))
 
 
+@world(2)
+def test_shared_experts_and_attention_beside_routed_experts_train_as_one_process(folder):
+    compare(folder, ("plan.tp=2", *MOE))
+    compare(folder, ("plan.tp=2", *MOE, "arch.dense_layers=1", "plan.recompute=full"), fp8_scaling="rowwise")
+
+
+@world(4)
+def test_experts_of_several_ranks_train_as_one_process(folder):
+    compare(folder, ("plan.tp=2", "plan.shard=2", "plan.zero=1", "plan.ep=2", *MOE, "plan.microbatch=4"))
+
+
 @world(4)
 def test_four_ranks_train_as_one_process(folder):
     compare(folder, ("plan.tp=4", *WIDER))
@@ -95,6 +107,33 @@ def test_four_ranks_train_as_one_process(folder):
 def test_a_split_backward_trains_as_one_process(folder):
     compare(folder, SPLIT)
     compare(folder, ("plan.pp=2", "plan.schedule=zbv", "plan.grad_accum=4", "arch.layers=4"), fp8_scaling="rowwise")
+
+
+@world(4)
+def test_a_split_backward_over_tp_trains_as_one_process(folder):
+    compare(folder, ("plan.tp=2", *SPLIT))
+    compare(folder, ("plan.tp=2", *SPLIT, *GPT), fp8_grad="e5m2")
+    compare(
+        folder,
+        ("plan.tp=2", "plan.pp=2", "plan.schedule=zbv", "plan.grad_accum=4", "arch.layers=4"),
+        fp8_scaling="rowwise",
+    )
+
+
+@world(4)
+def test_both_halves_of_a_backward_need_the_scale_of_all_ranks(folder):
+    first = fp8._SharedScale.of
+
+    def by_itself(scale, gradient):  # in the second half
+        own = scale.agreed is not None
+        return fp8.scale_of(gradient, "tensorwise", scale.dtype) if own else first(scale, gradient)
+
+    with mock.patch.object(fp8._SharedScale, "of", by_itself):
+        if dist.get_rank():
+            compare(folder, ("plan.tp=2", *SPLIT))
+        else:
+            with pytest.raises(AssertionError):
+                compare(folder, ("plan.tp=2", *SPLIT))
 
 
 @world(2)

@@ -101,9 +101,10 @@ def test_four_ranks_have_the_codes_of_one(folder, states):
     compare(folder, states, ("shard=4,zero=3,ep=2", "shard=2,zero=3,tp=2,ep=2"), arch="tiny-moe")
 
 
+@pytest.mark.parametrize("states", DTYPES)
 @world(8)
-def test_eight_ranks_have_the_codes_of_one(folder):
-    compare(folder, "int8", ("replicate=2,shard=2,zero=3,tp=2",))
+def test_eight_ranks_have_the_codes_of_one(folder, states):
+    compare(folder, states, ("replicate=2,shard=2,zero=3,tp=2",))
 
 
 @pytest.mark.parametrize("states", DTYPES)
@@ -208,7 +209,7 @@ def test_a_checkpoint_resumes_under_another_plan_with_the_same_codes(folder, sta
         state.loader.close()
 
 
-@pytest.mark.parametrize("states", ["int8", "fp8"])
+@pytest.mark.parametrize("states", ALL)
 @world(2)
 def test_a_run_that_resumes_under_another_plan_ends_with_the_codes_of_one_that_did_not(folder, states):
     whole = quantized(folder, states, "shard=2,zero=3", *SAVED)

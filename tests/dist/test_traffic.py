@@ -67,6 +67,16 @@ TWO = {
         ("plan.tp=2", *FP8, *GPT, "plan.recompute=full"),
         ("plan.tp=2", *FP8, "plan.fp8_scaling=rowwise", "plan.recompute=selective"),
         ("plan.tp=2", *FP8, "plan.fp8_scaling=rowwise", *GPT, *TWICE),
+        ("plan.tp=2", *FP8, *MOE, "arch.expert_ffn=32", "arch.shared_experts=1", *TWICE),
+        (
+            "plan.tp=2",
+            *FP8,
+            *MOE,
+            "arch.shared_experts=2",
+            "arch.expert_ffn=32",
+            "arch.moe_every=2",
+            "plan.recompute=full",
+        ),
     ],
     "ring": [
         ("plan.cp=2", *TWICE),
@@ -100,7 +110,7 @@ TWO = {
         ("plan.tp=2", *MOE, *DORA, "arch.shared_experts=1"),
         ("plan.shard=2", "plan.zero=3", *QLORA, *TWICE, *BF16),
         ("plan.shard=2", "plan.zero=1", *QLORA, "adapter.base=fp8"),
-        ("plan.tp=2", *QLORA, "adapter.base=fp8", *FP8),
+        ("plan.tp=2", *QLORA, "adapter.rank=16", "adapter.base=fp8", *FP8),
         ("plan.tp=2", *QLORA, "adapter.base=fp8", *FP8, "plan.fp8_scaling=rowwise", "plan.recompute=full"),
         ("plan.shard=2", "plan.zero=3", *QLORA, "adapter.base=fp8", *FP8, *TWICE),
         ("plan.tp=2", *QLORA, *BF16, "plan.recompute=selective"),
@@ -203,6 +213,10 @@ FOUR = {
         ("plan.shard=2", "plan.zero=3", "plan.tp=2", "plan.ep=2", *MOE, *LORA),
         ("plan.shard=2", "plan.zero=3", "plan.tp=2", "plan.ep=2", *MOE, "arch.capacity=1.25", *BF16),
         ("plan.shard=2", "plan.cp=2", "plan.zero=1", "plan.ep=4", *MOE, "arch.capacity=2.5", "plan.recompute=full"),
+    ],
+    "tp in FP8, the backward split": [
+        ("plan.tp=2", *FP8, "plan.pp=2", "plan.schedule=zb1p", "plan.chunks=1", *FOUR_TIMES),
+        ("plan.tp=2", *FP8, "plan.pp=2", "plan.schedule=zbv", "plan.fp8_scaling=rowwise", *FOUR_TIMES),
     ],
     "pp": [
         ("plan.pp=2", "plan.shard=2", "plan.zero=3", *FOUR_TIMES, *GPT),

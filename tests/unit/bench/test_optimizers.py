@@ -8,7 +8,8 @@ import pytest
 from commands import script
 
 from meshwright.bench.optimizers import (
-    GRID,
+    FIRST,
+    RATES,
     USUAL,
     Learned,
     LearningPoint,
@@ -17,6 +18,7 @@ from meshwright.bench.optimizers import (
     OptimizerTable,
     TriedRate,
     job,
+    next_factor,
     table,
 )
 from meshwright.cli.bench import optimizers_picture
@@ -60,10 +62,31 @@ def test_a_run_that_diverged_is_worse_than_any_and_a_failure_is_told():
     assert table(answer(failed, lost)).splitlines()[-1].startswith(("| lion", "| lamb | why"))
 
 
-def test_the_grid_is_the_same_for_all_and_every_usual_rate_is_an_optimizers():
+def search(loss) -> dict[float, float]:
+    found: dict[float, float] = {}
+    while len(found) < RATES:
+        factor = next_factor(found)
+        assert factor not in found
+        found[factor] = loss(factor)
+    return found
+
+
+@pytest.mark.parametrize("best", [1 / 12, 0.3, 1.0, 1.7, 11.0])
+def test_as_many_rates_for_each_find_the_best_within_a_root_of_two(best):
+    found = search(lambda factor: abs(math.log(factor / best)))
+    nearest = min(found, key=lambda factor: found[factor])
+    assert min(found) < nearest < max(found)
+    assert abs(math.log(nearest / best)) <= math.log(2) / 2 + 1e-9
+
+
+def test_a_rate_that_diverges_is_left_for_lower_ones():
+    found = search(lambda factor: math.inf if factor > 0.2 else -factor)
+    assert set(FIRST) <= set(found)
+    assert min(found, key=lambda factor: found[factor]) <= 0.2
+
+
+def test_every_usual_rate_is_an_optimizers():
     assert set(USUAL) <= set(OPTIMIZERS)
-    assert GRID[len(GRID) // 2] == 1.0
-    assert list(GRID) == sorted(GRID)
 
 
 def test_the_job_is_the_default_run_or_a_files_and_never_random_tokens(tmp_path):
@@ -79,4 +102,4 @@ def test_the_page_and_the_picture_show_the_record():
     pages.agree(ROOT / "docs" / "optimizers.md", "optimizers", table(record))
     assert (ROOT / "docs" / "optimizers.svg").read_text() == optimizers_picture(record)
     assert [each.name for each in record.rows] == list(OPTIMIZERS)
-    assert all(len(each.tried) == len(GRID) for each in record.rows)
+    assert all(len(each.tried) == RATES for each in record.rows)

@@ -216,3 +216,14 @@ def test_keys_of_an_architecture_are_beside_the_rest_of_the_folder_s(tmp_path):
     assert (whole.run.arch.dropout, whole.run.arch.layers, whole.run.arch.hidden) == (0.1, 2, 32), told
     assert whole.origins["arch.layers"].startswith("folder ")
     assert not [problem for problem in told if "is missing" in problem.text]
+
+
+def test_a_warm_up_longer_than_the_run_is_a_mistake_where_it_is_said_beside_it(tmp_path):
+    with pytest.raises(
+        InputError, match=r"warmup = 500 is not shorter than the run, whose steps = 100; use at most 99"
+    ):
+        load.load(None, ["optim.warmup=500", "steps=100"])
+    assert load.load(None, ["optim.warmup=99", "steps=100"]).run.optim.warmup == 99
+    file = tmp_path / "long.toml"
+    file.write_text('steps = 1000\n[arch]\npreset = "tiny"\n[data]\nsource = "stdlib"\n[optim]\nwarmup = 50\n')
+    assert load.load(file, ["steps=10"]).run.optim.warmup == 50  # a trial

@@ -216,6 +216,13 @@ def test_experts_in_fp8_keep_their_weights_gradient_in_bf16():
     assert dense.weight.products < 0.8 * wide_dense.weight.products
 
 
+def test_experts_that_tp_cuts_are_in_bf16_beside_fp8():
+    low, wide = (mixture_block(precision=precision, tp=2, shard=4, zero=3) for precision in ("fp8", "bf16"))
+    alone, wide_alone = (mixture_block(precision=precision, shard=8, zero=3) for precision in ("fp8", "bf16"))
+    assert 0.8 * wide.forward.products < low.forward.products < wide.forward.products  # attention alone is quicker
+    assert alone.forward.products < 0.8 * wide_alone.forward.products
+
+
 def test_only_the_ends_embed_and_predict():
     at = layer_model(job(), efficiency_of(cluster("h100").gpu))
     assert ends(at, first=False, last=False).seconds == 0

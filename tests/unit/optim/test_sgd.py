@@ -64,6 +64,21 @@ def test_it_is_torchs_sgd_with_decay_on_matrices_only(dtype, nesterov, plan):
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=["fused", "plain"])
+def test_without_momentum_it_is_plain_sgd(plan):
+    ours, theirs = weights(torch.float64), weights(torch.float64)
+    mine = ResidentOptimizer(load.load(None, ["optim.name=sgd", "optim.momentum=0"]).run.optim, ours, plan)
+    groups = [{"params": theirs[:1], "weight_decay": mine.optim.weight_decay}, {"params": theirs[1:]}]
+    reference = torch.optim.SGD(groups, lr=0.1)
+    for _ in range(3):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad, other.grad = (gradient := torch.randn_like(one)), gradient.clone()
+        reference.step()
+        mine.step(0.1, verdict())
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=["fused", "plain"])
 def test_a_weight_without_a_gradient_rests_as_torchs_does(plan):
     ours, theirs = weights(torch.float64), weights(torch.float64)
     mine = ResidentOptimizer(Optim(name="sgd", momentum=0.8, weight_decay=0.3), ours, plan)
@@ -167,7 +182,7 @@ def test_a_description_counts_the_operations_of_its_rule_and_names_its_states(na
         (["optim.momentum=0.5"], "optim.momentum is for SGD with momentum, and optim.name = adamw"),
         (["optim.nesterov=true"], "optim.nesterov is for SGD with momentum, and optim.name = adamw"),
         (["optim.name=sgd", "optim.beta1=0.5"], "optim.beta1 is for AdamW, and optim.name = sgd"),
-        (["optim.name=sgd", "optim.momentum=0.0"], "optim.momentum = 0.0 is out of range"),
+        (["optim.name=sgd", "optim.momentum=1.0"], "optim.momentum = 1.0 is out of range"),
     ],
 )
 def test_keys_of_another_optimizer_are_refused(words, said):

@@ -196,7 +196,8 @@ def _supervised(
     """
     from meshwright.data.prepare import described, prepare
     from meshwright.runtime import ranks
-    from meshwright.runtime.supervise import StopRequest, Supervisor
+    from meshwright.runtime.supervise import Supervisor
+    from meshwright.runtime.watch import StopRequest
 
     say, people = _teller(options.json), sys.stderr if options.json else sys.stdout
     log = folder / "logs" / "fork_server.txt"
@@ -344,7 +345,7 @@ def _serve(run: Run, here: Place, folder: Path, options: argparse.Namespace, pat
     from meshwright.runtime import run_folder
     from meshwright.runtime.links import interface_towards
     from meshwright.runtime.ranks import lasting_imports
-    from meshwright.runtime.supervise import Sidecar
+    from meshwright.runtime.sidecar import Sidecar
 
     met = _met(here, folder, options, patience)
     beats = Path(tempfile.gettempdir()) / f"meshwright-{met.session}"  # the folder is rank 0's to claim
@@ -396,7 +397,7 @@ def _met(here: Place, folder: Path, options: argparse.Namespace, patience: float
 def _tell_end(code: int, run: Run, folder: Path, options: argparse.Namespace) -> None:
     """How a run ended that somebody else's ranks made."""
     from meshwright.runtime import run_folder as folders
-    from meshwright.runtime.supervise import newest_step
+    from meshwright.runtime.watch import newest_step
 
     if code == Exit.DONE:
         _tell(folders.read_summary(folder), run, options)

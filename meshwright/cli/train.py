@@ -227,7 +227,7 @@ def _launch_machine(run: Run, options: argparse.Namespace, place: "NodePlace") -
     Which machine has the run folder changes: whoever decides for all tries to hold it.
     """
     from meshwright.cli import preflight
-    from meshwright.runtime import ranks
+    from meshwright.runtime import meeting, ranks
     from meshwright.runtime import run_folder as folders
     from meshwright.runtime.links import interface_towards, is_loopback
     from meshwright.runtime.machines import Machines
@@ -242,6 +242,7 @@ def _launch_machine(run: Run, options: argparse.Namespace, place: "NodePlace") -
         return Exit.DONE
     preflight.require_room(run, folder, env.gpu_names())
     preflight.require_remote(run, folder, False)
+    meeting.resolved(place.address, place.port, run.faults.meet_seconds)  # a pod's name may take a while
     machines = Machines(place.node, place.nodes, folder, place.address, place.port)
 
     def claim() -> None:

@@ -21,6 +21,7 @@ from meshwright.runtime.machines import MachineRoster, Machines
 from meshwright.runtime.place import RankSpec, local
 from meshwright.runtime.ranks import ForkServer, ForkServerError, Ranks
 from meshwright.runtime.watch import StopRequest, Watch, newest_step, set_aside
+from meshwright.spec.problem import InputError
 
 
 @dataclass
@@ -37,6 +38,8 @@ class Supervisor:
     asked: StopRequest = field(default_factory=StopRequest)
     machines: Machines | None = None  # where this one is one of several
     is_new: bool = True  # the job begins with it, and is not joined
+    # Begin another job with the other machines, without such replicas, unless somebody asks to end.
+    meet_again: Callable[[set[int], str, Callable[[], bool]], tuple[Machines, bool]] | None = None
     hold: Callable[[], None] = lambda: None  # have the run folder, where it is free
     judge: HangDetector = field(init=False)
     here: list[int] = field(init=False)  # ranks of this machine, of spares too
@@ -85,6 +88,22 @@ class Supervisor:
                 charged = f"; {self.wasted} of {self.run.faults.restarts} attempts brought no newer checkpoint"
                 remedy = f"nothing: restarting {self._from()}{charged if self.wasted else ''}"
             self.say(str(msgspec.structs.replace(verdict, remedy=remedy)))
+            if not self._met_again():
+                return verdict
+
+    def _met_again(self) -> bool:
+        """Whether all machines are there to begin once more, where there are several."""
+        if self.machines is None or self.meet_again is None:
+            return True
+        try:
+            self.machines, self.is_new = self.meet_again(
+                self.condemned, self.machines.lease.job, lambda: self.asked.stop
+            )
+        except InputError as error:
+            self.say(str(error))
+            return False
+        self.order = msgspec.structs.replace(self.order, session=self.machines.lease.job)
+        return True
 
     def _noted(self, verdict: Failure) -> Failure:
         """Keep what ended an attempt, and set aside what it puts in doubt."""
@@ -116,7 +135,7 @@ class Supervisor:
         if verdict.kind == "matmul" and verdict.rank is not None:  # told by the rank itself
             suspects = tuple(number for number, ranks in enumerate(replicas) if verdict.rank in ranks)
         left = len(replicas) - len(self.condemned) - self.run.plan.replicate
-        if verdict.code != Exit.HARDWARE or len(suspects) != 1 or left < 1 or self.machines is not None:
+        if verdict.code != Exit.HARDWARE or len(suspects) != 1 or left < 1:
             return None
         self.condemned.add(suspects[0])
         return suspects[0]

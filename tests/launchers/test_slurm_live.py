@@ -8,7 +8,7 @@ from pathlib import Path
 
 import judge
 import pytest
-from commands import SMALL, environment, meshwright, write_text
+from commands import SMALL, environment, meshwright, with_reference
 from slurm_cluster import slurm
 
 from meshwright.runtime.records import AttemptRecord, EventRecord, StepRecord, read_line
@@ -27,12 +27,7 @@ pytestmark = [pytest.mark.slow, judge.needs("slurm")]
 
 @pytest.fixture(scope="module")
 def user(tmp_path_factory):
-    """A user's folder with a little text, and the run that nobody disturbs."""
-    folder = tmp_path_factory.mktemp("user")
-    write_text(folder)
-    done = meshwright("train", *RUN, "plan.grad_accum=4", "--ranks", "1", "--folder", "reference", folder=folder)
-    assert done.returncode == 0, done.stderr
-    return folder
+    return with_reference(tmp_path_factory.mktemp("user"), *RUN, "plan.grad_accum=4", "--ranks", "1")
 
 
 @pytest.fixture(scope="module")

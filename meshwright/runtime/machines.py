@@ -317,7 +317,15 @@ class Machines:
                 self._read(time.monotonic())
             if self.lease.job and not self.of_job() and self.successor is None:
                 (self.job / KEY).unlink(missing_ok=True)
+            if not self.lease.job and not self.lease.failed and self.successor is None:
+                self._leave_nothing()
         self.socket.close()
+
+    def _leave_nothing(self) -> None:
+        """Of a machine that no job ever had; the folders go with the last one's lease, unless they are a run's."""
+        self.file.unlink(missing_ok=True)
+        self.home.rmdir()
+        self.home.parent.rmdir()
 
     def _failed(self) -> list[Lease]:
         with self.guard:

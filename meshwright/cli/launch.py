@@ -124,7 +124,7 @@ def launch(options: argparse.Namespace) -> int:
     _require_read(options)
     job = _job(options)
     made: Launch = import_module(f"meshwright.launch.{options.on}").launch(job)
-    problems = [] if options.on in PODS else [*folder_problems(job)]
+    problems = [] if options.on in (*PODS, "terraform") else [*folder_problems(job)]  # which are not this machine's
     problems += slurm.problems(job) if options.on == "slurm" else []
     if options.submit:
         problems += submission_problems(options.on, made)

@@ -29,7 +29,7 @@ launchers: $(READY)
 	done
 	! command -v npm > /dev/null || npm install --silent --prefix $(JUDGES)/hcl/npm @cdktf/hcl2json@0.21.0
 	{ command -v slurmctld && command -v mpirun; } > /dev/null || test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null || \
-	  apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client munge openmpi-bin
+	  { apt-get update && apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client munge openmpi-bin; }
 	$(BIN)/python -m pytest tests/launchers
 
 check: lint types docs unit

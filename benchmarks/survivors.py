@@ -7,9 +7,11 @@ two replicas at once, or a rank again while it comes back. Parts can be made one
     python benchmarks/survivors.py --only healthy --pairs 3
     python benchmarks/survivors.py --only goodput
     python benchmarks/survivors.py --only machines --losses 5
+    python benchmarks/survivors.py --only eight --losses 3
 
-The last one has two machines, network namespaces with a cable between them, and needs root: ranks are killed, whole
-machines are, and the cable is pulled.
+The last two have two machines, network namespaces with a cable between them, and need root: ranks are killed, whole
+machines are, and the cable is pulled. The last one has eight ranks, more than small machines have cores: no times of it
+are kept.
 
 The machine may be busy: its load is beside each part.
 """
@@ -49,10 +51,12 @@ PLANS = {
     "2 replicas of 2 shards": ["plan.replicate=2", "plan.shard=2", "plan.zero=3"],
 }
 REPLICAS = {"4 replicas": [[0], [1], [2], [3]], "2 replicas of 2 shards": [[0, 1], [2, 3]]}
+EIGHT = ["plan.replicate=4", "plan.shard=2", "plan.zero=3", "plan.grad_accum=2"]
 KILLED_STEPS, HEALTHY_STEPS, LAST_STEPS = 120, 40, 10  # none is killed in the last steps, before which it would be back
 BETWEEN_SECONDS, FAILURES_SECONDS = 1.0, 60.0  # means: from a return to a kill, and between failures
 TWO, AGAIN, AGAIN_SECONDS = 0.15, 0.25, 1.0  # chances of two kills at once, and of one on the way back
 MOST_SECONDS, ENDLESS = 1200.0, 100_000
+EIGHT_STEPS = 60
 MACHINE_STEPS, APART_STEPS = 240, 3  # of a run on two machines, and steps that one makes before the other comes back
 TAIL_BYTES = 1 << 14  # of records, which hold the newest steps
 
@@ -204,12 +208,12 @@ def disturbed(
 class MachineKiller:
     """Two launchers, each on a machine of its own, of which ranks, all, or the cable between them are lost."""
 
-    def __init__(self, here: Any, home: Path, plan: str, chance: random.Random) -> None:
-        self.here, self.home, self.chance = here, home, chance
+    def __init__(self, here: Any, home: Path, plan: list[str], ranks: int, steps: int, chance: random.Random) -> None:
+        self.here, self.home, self.ranks, self.steps, self.chance = here, home, ranks, steps, chance
         self.folder = home / "run"
-        words = [*RUN, *PLANS[plan], f"steps={MACHINE_STEPS}", "faults.live=true", "faults.meet_seconds=120"]
-        ranks = ["--ranks-per-node", str(RANKS // 2), "--folder", str(self.folder)]
-        self.command = [sys.executable, "-m", "meshwright", "launch", *words, *ranks]
+        words = [*RUN, *plan, f"steps={steps}", "faults.live=true", "faults.meet_seconds=120"]
+        shape = ["--ranks-per-node", str(ranks // 2), "--folder", str(self.folder)]
+        self.command = [sys.executable, "-m", "meshwright", "launch", *words, *shape]
         self.machines = [self.start(number) for number in (0, 1)]
         self.deadline = time.monotonic() + MOST_SECONDS
         self.losses: list[dict[str, Any]] = []
@@ -218,11 +222,11 @@ class MachineKiller:
         return self.here.launch(number, self.command, self.home, os.environ)
 
     def newest(self) -> list[int]:
-        return [newest(self.folder, rank) for rank in range(RANKS)]
+        return [newest(self.folder, rank) for rank in range(self.ranks)]
 
     def wait(self, is_there: Any) -> bool:
         """Until something is so; False when the run is over, or nearly, or hangs."""
-        while time.monotonic() < self.deadline and max(self.newest()) < MACHINE_STEPS - LAST_STEPS:
+        while time.monotonic() < self.deadline and max(self.newest()) < self.steps - LAST_STEPS:
             if is_there():
                 return True
             time.sleep(0.1)
@@ -231,7 +235,7 @@ class MachineKiller:
     def until_whole(self) -> bool:
         def is_whole() -> bool:
             made, there = self.newest(), [processes(machine.pid) for machine in self.machines]
-            return min(made) >= max(made) - 1 > 0 and sum(map(len, there)) == RANKS
+            return min(made) >= max(made) - 1 > 0 and sum(map(len, there)) == self.ranks
 
         return self.wait(is_whole)
 
@@ -271,14 +275,16 @@ def descendants(process: int) -> list[int]:
     return [process, *(below for child in children for below in descendants(int(child)))]
 
 
-def machines_lost(home: Path, plan: str, most: int, chance: random.Random) -> dict[str, Any]:
+def machines_lost(
+    home: Path, plan: list[str], ranks: int, steps: int, most: int, chance: random.Random
+) -> dict[str, Any]:
     """A run on two machines, some of which are lost and come back."""
     import two_nodes  # beside this file, and only where it is run
 
     load, place = os.getloadavg()[0], home / f"machines-{time.monotonic_ns()}"
     place.mkdir()
     with two_nodes.machines() as here:
-        killer = MachineKiller(here, place, plan, chance)
+        killer = MachineKiller(here, place, plan, ranks, steps, chance)
         try:
             for number in range(most):
                 if not killer.until_whole():
@@ -291,23 +297,32 @@ def machines_lost(home: Path, plan: str, most: int, chance: random.Random) -> di
             for machine in killer.machines:
                 for process in descendants(machine.pid) if machine.poll() is None else ():
                     os.kill(process, signal.SIGKILL)
-    done = {"plan": plan, "losses": killer.losses, "load": [load, os.getloadavg()[0]]}
+    done = {"losses": killer.losses, "load": [load, os.getloadavg()[0]]}
     if codes != [Exit.DONE, Exit.DONE]:
         return done | {"failed": said, "exit_codes": codes}
-    made = [steps_of(killer.folder, rank) for rank in range(RANKS)]
+    made = [steps_of(killer.folder, rank) for rank in range(ranks)]
     for loss in killer.losses:
         after = range(loss["after_step"] + 1, loss["after_step"] + 1 + APART_STEPS)
         cuts = [each.recovery_seconds for records in made for each in records if each.step in after]
         loss["interruption_seconds"] = max(cuts, default=0.0)
     return done | {
-        "steps": MACHINE_STEPS,
-        "steps_lost": sum(MACHINE_STEPS - len({record.step for record in records}) for records in made),
+        "steps": steps,
+        "steps_lost": sum(steps - len({record.step for record in records}) for records in made),
         "step_median_seconds": statistics.median(record.seconds for record in made[0]),
         "sha256": digest(killer.folder),
     }
 
 
 HOW = ("machine", "rank", "cable")
+
+
+def eight_ranks(home: Path, most: int, chance: random.Random) -> dict[str, Any]:
+    """The same with eight ranks, of which so few cores can say only what is lost, and not how quickly."""
+    made = machines_lost(home, EIGHT, 8, EIGHT_STEPS, most, chance)
+    for loss in made["losses"]:
+        loss.pop("interruption_seconds", None)
+    made.pop("step_median_seconds", None)
+    return {"plan": EIGHT, "ranks": 8, **made, "same_bits": made.get("sha256") == undisturbed(home, EIGHT_STEPS)}
 
 
 def phases(folder: Path) -> dict[str, int]:
@@ -390,6 +405,11 @@ def machine_table(record: dict[str, Any]) -> str:
     differ = sum(not run["same_bits"] for run in runs)
     rows.append(("models that differ from the undisturbed one's", f"{differ} of {len(runs)}"))
     rows.append(("a step, median", f"{statistics.median(run['step_median_seconds'] for run in runs):.2f} s"))
+    for run in record.get("eight", ()):
+        how = collections.Counter(words[loss["how"]] for loss in run["losses"])
+        what = ", ".join(f"{count} {word}" for word, count in how.items())
+        figure = "failed" if "failed" in run else f"{run['steps_lost']} steps lost, same bits: {run['same_bits']}"
+        rows.append((f"8 ranks, 4 replicas of 2 shards: {what}", figure))
     return "\n".join(["| | |", "|---|--:|", *(f"| {what} | {figure} |" for what, figure in rows)])
 
 
@@ -409,7 +429,7 @@ def told(record: dict[str, Any]) -> str:
 def main() -> None:
     """Measure what is asked for, and add it to the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", choices=("kills", "healthy", "goodput", "machines"))
+    parser.add_argument("--only", choices=("kills", "healthy", "goodput", "machines", "eight"))
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--losses", type=int, default=5, help="of machines, ranks and the cable, in one run")
@@ -421,7 +441,7 @@ def main() -> None:
     record |= {"machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "torch": version("torch")}}
     record |= {"run": RUN, "ranks": RANKS}
     chance = random.Random(f"{options.seed}/{len(record.get('killed', []))}/{options.only}")
-    parts = {part: record.setdefault(part, []) for part in ("killed", "healthy", "goodput", "machines")}
+    parts = {part: record.setdefault(part, []) for part in ("killed", "healthy", "goodput", "machines", "eight")}
 
     def keep(part: str, made: dict[str, Any]) -> None:
         parts[part].append(made)
@@ -437,8 +457,14 @@ def main() -> None:
             keep("killed", made | {"same_bits": made.get("sha256") == undisturbed(home, KILLED_STEPS)})
         if options.only in (None, "machines"):
             plan = list(PLANS)[len(parts["machines"]) % 2]
-            made = machines_lost(home, plan, options.losses, random.Random(f"{options.seed}/{len(parts['machines'])}"))
-            keep("machines", made | {"same_bits": made.get("sha256") == undisturbed(home, MACHINE_STEPS)})
+            again = random.Random(f"{options.seed}/{len(parts['machines'])}")
+            made = machines_lost(home, PLANS[plan], RANKS, MACHINE_STEPS, options.losses, again)
+            keep(
+                "machines",
+                {"plan": plan} | made | {"same_bits": made.get("sha256") == undisturbed(home, MACHINE_STEPS)},
+            )
+        if options.only in (None, "eight"):
+            keep("eight", eight_ranks(home, options.losses, random.Random(f"{options.seed}/{len(parts['eight'])}")))
         for _ in range(options.pairs if options.only in (None, "healthy") else 0):
             keep("healthy", healthy(home))
         if options.only in (None, "goodput"):

@@ -3,8 +3,11 @@
 import os
 import time
 from pathlib import Path
+from zlib import crc32
 
-from meshwright.runtime.place import DEFAULT_PORT, DIALECTS, MEMORY, Place, place
+import msgspec
+
+from meshwright.runtime.place import DEFAULT_PORT, DIALECTS, FIRST_PORT, MEMORY, PORTS, Place, place
 from meshwright.spec.problem import mistake
 
 BEGAN = time.monotonic()  # when the user pressed Enter
@@ -19,7 +22,14 @@ DEBUG = {
 
 def here() -> Place | None:
     """Which rank of whose job this process is, None if nobody launched it as one."""
-    return place(os.environ)
+    found = place(os.environ)
+    if found is None or found.launcher != "mpi" or found.local_world < found.world or "MASTER_PORT" in os.environ:
+        return found
+    from meshwright.runtime.failure import session_above
+
+    # MPICH gives a job no number; on one machine it is known by the process that started all its ranks.
+    session = session_above(rank_variable(found))
+    return msgspec.structs.replace(found, job=f"mpi {session}", port=FIRST_PORT + crc32(session.encode()) % PORTS)
 
 
 def rank_variable(here: Place) -> str:

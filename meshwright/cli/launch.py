@@ -30,6 +30,7 @@ from meshwright.launch.job import (
     layout,
     require_names,
     save_seconds,
+    spare_ranks,
 )
 from meshwright.runtime import run_folder
 from meshwright.runtime.failure import Exit
@@ -41,7 +42,7 @@ from meshwright.spec.problem import InputError, Problem, mistake
 TARGETS = ("slurm", "torchrun", "kubernetes", "volcano", "skypilot", "mpi", "ray", "terraform")
 PODS = ("kubernetes", "volcano", "skypilot")  # which share nothing but a volume
 CLAIMED = ("kubernetes", "volcano")
-OWN_START = ("torchrun", *PODS)  # whose machines run `launch --node-rank`
+OWN_START = ("slurm", "torchrun", *PODS)  # whose machines run `launch --node-rank`, where a run needs that
 # Flags that are read for some targets, and would be ignored for the others.
 READ_FOR = {
     "partition": ("slurm",), "account": ("slurm",), "time": ("slurm",), "hosts": ("torchrun", "mpi"),
@@ -123,7 +124,7 @@ def launch(options: argparse.Namespace) -> int:
     _require_read(options)
     job = _job(options)
     made: Launch = import_module(f"meshwright.launch.{options.on}").launch(job)
-    problems = [] if options.on in PODS else [*folder_problems(job)]
+    problems = [] if options.on in (*PODS, "terraform") else [*folder_problems(job)]  # which are not this machine's
     problems += slurm.problems(job) if options.on == "slurm" else []
     if options.submit:
         problems += submission_problems(options.on, made)
@@ -171,12 +172,14 @@ def _job(options: argparse.Namespace) -> LaunchJob:
     if problems := [*_starter_problems(options, run)]:
         raise InputError(problems)
     machines = _machines(options, run)
-    most = machines.per_node if machines else options.ranks_per_node or run.plan.world
-    if machines and run.plan.world > machines.gpus:
-        what = f"the plan has {run.plan.world} ranks, and {machines.name} has {machines.gpus} GPUs"
+    most = machines.per_node if machines else options.ranks_per_node or run.plan.world + spare_ranks(run)
+    spares, wanted, count = spare_ranks(run), options.ranks_per_node or 0, machines.nodes if machines else None
+    if machines and run.plan.world + spares > machines.gpus:
+        beside = f" and {spares} of spares" if spares else ""
+        what = f"the plan has {run.plan.world} ranks{beside}, and {machines.name} has {machines.gpus} GPUs"
         raise mistake(what, "plan for these machines, or name others by --cluster", "plan")
     switch = machines.domain // most if machines else 1
-    nodes, per_node = layout(run.plan, most, options.ranks_per_node or 0, machines.nodes if machines else None, switch)
+    nodes, per_node = layout(run.plan, most, wanted, count, switch, spares)
     if problems := [*check.divide_replicas(run, nodes)]:
         raise InputError(problems)
     if machines:
@@ -199,13 +202,12 @@ def _job(options: argparse.Namespace) -> LaunchJob:
 
 
 def _starter_problems(options: argparse.Namespace, run: Run) -> Iterator[Problem]:
-    """What only ranks have that we start ourselves: beside torchrun's script there is one that does."""
-    if options.on == "terraform":
+    """What only ranks have that we start ourselves, of targets that start them one by one."""
+    if options.on == "terraform" or options.on in OWN_START:
         return
-    is_ours = options.on == "torchrun" and run.faults.live
-    for problem in check.need_own_starter(run, f"--on {options.on}", has_memory=options.on in OWN_START):
-        if not (is_ours and problem.key == "faults.live"):
-            yield problem
+    for problem in check.need_own_starter(run, f"--on {options.on}"):
+        remedy = f"use --on {', '.join(OWN_START)}, or leave {problem.key} out"
+        yield msgspec.structs.replace(problem, remedy=remedy)
 
 
 def _ranks(options: argparse.Namespace, file: Path | None, overrides: list[str]) -> int:
@@ -215,7 +217,7 @@ def _ranks(options: argparse.Namespace, file: Path | None, overrides: list[str])
         return 1  # what is wrong is told when it is examined for good
     goal = loaded.run.goal
     text = options.cluster or goal.cluster
-    return machines_of(text, goal).gpus if text else 1
+    return max(machines_of(text, goal).gpus - spare_ranks(loaded.run), 1) if text else 1
 
 
 def _machines(options: argparse.Namespace, run: Run) -> Cluster | None:
@@ -274,7 +276,8 @@ def _start(options: argparse.Namespace) -> int:
     folder = ["--folder", str(options.folder)] if options.folder else []
     command = [sys.executable, "-m", "meshwright", "train", *options.words, *folder]
     place = node.NodePlace(number, options.nodes, options.ranks_per_node, host, port)
-    ranks = place.nodes * place.ranks - _spare_ranks(*words.split(options.words))
+    loaded, _ = load.examine(*words.split(options.words))  # what is wrong is told when it is loaded for good
+    ranks = place.nodes * place.ranks - (spare_ranks(loaded.run) if loaded is not None else 0)
     run = load.load(*words.split(options.words), ranks=ranks).run
     if run.faults.live:
         from meshwright.cli.train import train_on_machine
@@ -298,12 +301,6 @@ def _with_memory(command: list[str], place: node.NodePlace, run: Run, options: a
         restarts = node.NodeRestarts(run.faults.restarts, (options.folder, memory), say)
         around = {**env.of_ranks(), MEMORY: str(memory)}
         return node.start(command, place, around, run.faults.grace_seconds, restarts)
-
-
-def _spare_ranks(file: Path | None, overrides: list[str]) -> int:
-    """Ranks that are started beside the plan's."""
-    loaded, _ = load.examine(file, overrides)
-    return 0 if loaded is None else loaded.run.faults.spares * (loaded.run.plan.world // loaded.run.plan.replicate)
 
 
 def host_and_port(address: str) -> tuple[str, int]:

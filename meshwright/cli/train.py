@@ -6,7 +6,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -196,7 +195,8 @@ def _supervised(
     """
     from meshwright.data.prepare import described, prepare
     from meshwright.runtime import ranks
-    from meshwright.runtime.supervise import StopRequest, Supervisor
+    from meshwright.runtime.supervise import Supervisor
+    from meshwright.runtime.watch import StopRequest
 
     say, people = _teller(options.json), sys.stderr if options.json else sys.stdout
     log = folder / "logs" / "fork_server.txt"
@@ -221,39 +221,28 @@ def _supervised(
 
 
 def _launch_machine(run: Run, options: argparse.Namespace, place: "NodePlace") -> int:
-    """Supervise the ranks of one machine of several, whose replicas can do without those of the others.
-
-    Which machine has the run folder changes: whoever decides for all tries to hold it.
-    """
+    """Supervise the ranks of one machine of several, whose replicas can do without those of the others."""
     from meshwright.cli import preflight
-    from meshwright.runtime import ranks
+    from meshwright.launch.machine_session import MachineSession
+    from meshwright.runtime import meeting, ranks
     from meshwright.runtime import run_folder as folders
     from meshwright.runtime.links import interface_towards, is_loopback
     from meshwright.runtime.machines import Machines
 
     if problems := [*check.divide_replicas(run, place.nodes)]:
         raise InputError(problems)
-    say, held = _teller(options.json), list[Callable[[], None]]()
-    folder = options.folder or folders.find(run)
+    say, folder = _teller(options.json), options.folder or folders.find(run)
     if not folders.check_owner(folder, run) and (finished := folders.read_summary(folder)) is not None:
         say(f"{folder} has finished this run; ask for more steps to continue it")
         _tell(finished, run, options)
         return Exit.DONE
     preflight.require_room(run, folder, env.gpu_names())
     preflight.require_remote(run, folder, False)
-    machines = Machines(place.node, place.nodes, folder, place.address, place.port)
-
-    def claim() -> None:
-        held.append(folders.Claim(folder, run).release)
-        (folder / folders.STOP).unlink(missing_ok=True)  # it was for those who have stopped
-
-    def hold() -> None:
-        if not held:
-            with suppress(InputError):
-                held.append(folders.locked(folder).close)
-
+    meeting.resolved(place.address, place.port, run.faults.meet_seconds)  # a pod's name may take a while
+    own = partial(Machines, place.node, place.nodes, folder, place.address, place.port)
+    session = MachineSession(run, folder, own, say)
     try:
-        is_new = machines.meet(run.faults.meet_seconds, claim, say)
+        machines, is_new = session.meet()
         which = f"machine {place.node} of {place.nodes}, {place.ranks} ranks"
         say(f"{run.name}: {which}; {'all are there' if is_new else 'joining the others'}; in {folder}")
         for line in (*(f"warning: {each}" for each in check.warnings(run)), f"plan: {run.plan}"):
@@ -262,15 +251,13 @@ def _launch_machine(run: Run, options: argparse.Namespace, place: "NodePlace") -
         listens = {"GLOO_SOCKET_IFNAME": inside} if inside else {}
         defaults = {name: value for name, value in ranks.defaults(place.ranks).items() if name != "GLOO_SOCKET_IFNAME"}
         environment = {**defaults, **listens, **env.of_ranks()}
-        among = {"machines": machines, "is_new": is_new, "hold": hold}
+        among = {"machines": machines, "is_new": is_new, "hold": session.hold, "meet_again": session.meet}
         failed = _supervised(run, folder, options, environment, session=machines.lease.job, **among)
     except InputError as error:
-        machines.refuse(error)
+        session.refuse(error)
         raise
     finally:
-        machines.close(Exit.FAILED)  # unless it has ended before
-        for release in held:
-            release()
+        session.close()
     if failed is None:
         _tell(folders.read_summary(folder), run, options)
         return Exit.DONE
@@ -344,7 +331,7 @@ def _serve(run: Run, here: Place, folder: Path, options: argparse.Namespace, pat
     from meshwright.runtime import run_folder
     from meshwright.runtime.links import interface_towards
     from meshwright.runtime.ranks import lasting_imports
-    from meshwright.runtime.supervise import Sidecar
+    from meshwright.runtime.sidecar import Sidecar
 
     met = _met(here, folder, options, patience)
     beats = Path(tempfile.gettempdir()) / f"meshwright-{met.session}"  # the folder is rank 0's to claim
@@ -396,7 +383,7 @@ def _met(here: Place, folder: Path, options: argparse.Namespace, patience: float
 def _tell_end(code: int, run: Run, folder: Path, options: argparse.Namespace) -> None:
     """How a run ended that somebody else's ranks made."""
     from meshwright.runtime import run_folder as folders
-    from meshwright.runtime.supervise import newest_step
+    from meshwright.runtime.watch import newest_step
 
     if code == Exit.DONE:
         _tell(folders.read_summary(folder), run, options)

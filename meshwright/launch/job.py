@@ -67,6 +67,11 @@ class LaunchJob(msgspec.Struct, frozen=True, kw_only=True):
         return label(self.run.name, digest(self.run))
 
     @property
+    def has_launchers(self) -> bool:
+        """Whether each machine runs a launcher of ours, which starts its ranks again: others start all or none."""
+        return self.run.faults.live or self.run.faults.memory_every > 0
+
+    @property
     def file(self) -> Path:
         """The run file that ranks read."""
         return self.out / RUN_FILE
@@ -99,12 +104,20 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-def layout(plan: Plan, most: int, wanted: int, machines: int | None = None, switch: int = 1) -> tuple[int, int]:
+def spare_ranks(run: Run) -> int:
+    """Ranks that are started beside the plan's, and wait."""
+    return run.faults.spares * (run.plan.world // run.plan.replicate)
+
+
+def layout(
+    plan: Plan, most: int, wanted: int, machines: int | None = None, switch: int = 1, spares: int = 0
+) -> tuple[int, int]:
     """How many machines, and ranks of each; `most` GPUs are in one, and the user may want fewer ranks there.
 
     `machines` are as many as there are; None: nobody said. `switch` of them share the fast link: several in a rack.
+    `spares` are ranks beside the plan's.
     """
-    world, block = plan.world, plan.tp * plan.cp * plan.shard
+    world, block = plan.world + spares, plan.tp * plan.cp * plan.shard
     per_node = wanted or min(most, world)
     found: list[Problem] = []
     able = [count for count in range(min(most, world), 0, -1) if world % count == 0]

@@ -87,9 +87,10 @@ def pytorch_job(job: LaunchJob) -> list[dict[str, Any]]:
 
 
 def job_set(job: LaunchJob) -> list[dict[str, Any]]:
-    """All pods are made anew after a fault, and none after a mistake."""
+    """All pods are made anew after a fault, and none after a mistake; one alone where the others do without it."""
     inner = indexed(job, f"{job.label}-{NODE}-0-0.{job.label}")
-    inner["backoffLimit"] = 0  # one lost pod is a lost job: the set starts all again
+    if not job.has_launchers:
+        inner["backoffLimit"] = 0  # one lost pod is a lost job: the set starts all again
     mistake_stays = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     return [
         {

@@ -8,22 +8,66 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from meshwright.launch import node
 from meshwright.launch.job import AGAIN, RUN_FILE, Launch, LaunchFile, LaunchJob
 from meshwright.launch.quoting import label
+from meshwright.runtime.place import FIRST_PORT, PORTS
 from meshwright.spec.problem import Problem
 
 ANSWER_SECONDS = 20.0  # of sinfo; a controller that is away is no reason to write no file
 GRES = re.compile(r"gpu(?::[^:,(]+)?:(\d+)")
-# What a script does after srun. A job that was cancelled is no longer RUNNING and stays so; what brings no newer
+# Ranks are tasks of one step.
+RANKS = """\
+srun --distribution=block --wait=0 --kill-on-bad-exit=0@CPUS@ "$here/rank.sh"
+code=$?
+"""
+# Each machine has a step of its own, with a launcher in it that starts its ranks: one that is lost is started again
+# while others go on, unless it falls time and again. Bash has the code of a step by the time that it is gone.
+MACHINES = """\
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+master=${hosts[0]}:$(( @FIRST_PORT@ + SLURM_JOB_ID % @PORTS@ ))
+declare -A running=() began=() falls=()
+codes=" "
+start() {
+  srun --nodes=1 --ntasks=1 --nodelist="${hosts[$1]}" --no-kill@CPUS@ "$here/node.sh" "$1" "$master" &
+  running[$1]=$! began[$1]=$SECONDS
+}
+for machine in "${!hosts[@]}"; do start "$machine"; done
+while [ ${#running[@]} -gt 0 ]; do
+  sleep 1
+  for machine in "${!running[@]}"; do
+    if kill -0 "${running[$machine]}" 2>/dev/null; then continue; fi
+    wait "${running[$machine]}"
+    code=$?
+    unset "running[$machine]"
+    if [ $(( SECONDS - began[$machine] )) -ge @LASTED@ ]; then falls[$machine]=0; fi
+    falls[$machine]=$(( ${falls[$machine]:-0} + 1 ))
+    case $code in
+    0|1|2|3|10|12|13|14|130) codes="$codes$code " ;;
+    *)
+      if [ ${#running[@]} -gt 0 ] && [ "${falls[$machine]}" -le @MOST_FRUITLESS@ ]; then
+        echo "exit code $code of machine $machine (${hosts[$machine]}): started again"
+        start "$machine"
+      else
+        codes="$codes$code "
+      fi ;;
+    esac
+  done
+done
+# Of several codes the one that says most; whoever was lost when the others had finished is not missed.
+for code in @ORDER@; do
+  if [ "$code" = 0 ] && [ ! -e "$folder/summary.json" ]; then continue; fi
+  case $codes in *" $code "*) break ;; esac
+done
+"""
+# What a script does around them. A job that was cancelled is no longer RUNNING and stays so; what brings no newer
 # checkpoint is not tried for ever.
-AFTER = """\
+AROUND = """\
 newest() { find "$folder/checkpoints" -maxdepth 1 -name 'step-*' 2>/dev/null | sort -V | tail -n 1; }
 
 if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then rm -f "$here/fruitless"; fi
 before=$(newest)
-srun --distribution=block --wait=0 --kill-on-bad-exit=0@CPUS@ "$here/rank.sh"
-code=$?
-
+@START@
 fruitless=0
 if [ "$(newest)" = "$before" ]; then fruitless=$(( $(cat "$here/fruitless" 2>/dev/null || echo 0) + 1 )); fi
 echo "$fruitless" > "$here/fruitless"
@@ -43,14 +87,16 @@ case $code in
 esac
 exit $code
 """
+LASTED = 600  # seconds after which the falls of a machine's launcher before are no longer held against it
+# As of a machine's own ranks (launch/node.py), behind the end that nothing is missing from; and how killed steps end.
+ORDER = (0, *map(int, node.ORDER), 137, 143)
 
 
 def launch(job: LaunchJob) -> Launch:
-    """A batch script and what each rank runs."""
-    files = (
-        LaunchFile(name="job.sbatch", text=batch(job), executable=True),
-        LaunchFile(name="rank.sh", text=rank_script(job), executable=True),
-    )
+    """A batch script and what each rank, or each machine, runs."""
+    own = LaunchFile(name="node.sh", text=node_script(job), executable=True)
+    rank = LaunchFile(name="rank.sh", text=script(job, shlex.join(job.train())), executable=True)
+    files = (LaunchFile(name="job.sbatch", text=batch(job), executable=True), own if job.has_launchers else rank)
     # The log's name has no user's words in it, and its folder is an argument: Slurm replaces %x and the like in names.
     command = ("sbatch", f"--chdir={job.out}", str(job.out / "job.sbatch"))
     return Launch(files=files, command=command, checks=(("sbatch", "--test-only", *command[1:]),))
@@ -59,12 +105,13 @@ def launch(job: LaunchJob) -> Launch:
 def batch(job: LaunchJob) -> str:
     """The batch script: what is asked for, then the ranks, then whether to come back."""
     said = job.target
+    cpus = max(said.cpus, 1) * job.per_node if job.has_launchers else said.cpus
     asked = {
         "job-name": job.label,
         "nodes": job.nodes,
-        "ntasks-per-node": job.per_node,
+        "ntasks-per-node": 1 if job.has_launchers else job.per_node,
         "gpus-per-node": job.gpus,
-        "cpus-per-task": said.cpus,
+        "cpus-per-task": cpus,
         "partition": said.partition,
         "account": said.account,
         "time": said.time,
@@ -73,17 +120,22 @@ def batch(job: LaunchJob) -> str:
         "output": "%x-%j.log",
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in asked.items() if value]
-    after = AFTER
+    lines += ["#SBATCH --no-kill"] if job.has_launchers else []  # a machine that is lost does not end the others
+    around = AROUND.replace("@START@", MACHINES if job.has_launchers else RANKS)
     for name, value in {
-        "CPUS": f" --cpus-per-task={said.cpus}" if said.cpus else "",  # which srun takes over from sbatch no more
+        "CPUS": f" --cpus-per-task={cpus}" if cpus else "",  # which srun takes over from sbatch no more
         "CODES": "|".join(map(str, AGAIN)),
         "MOST_FRUITLESS": str(job.run.faults.restarts),
         "REQUEUES": str(said.requeues),
+        "FIRST_PORT": str(FIRST_PORT),
+        "PORTS": str(PORTS),
+        "LASTED": str(LASTED),
+        "ORDER": " ".join(map(str, ORDER)),
     }.items():
-        after = after.replace(f"@{name}@", value)
+        around = around.replace(f"@{name}@", value)
     own = [f"here={shlex.quote(str(job.out))}", f"folder={shlex.quote(str(job.folder))}"]
     again = "--requeue" if said.requeues else "--no-requeue"  # which Slurm does by itself when a machine is lost
-    return "\n".join(["#!/bin/bash", *lines, f"#SBATCH {again}", "", "set -u", *own, "", after])
+    return "\n".join(["#!/bin/bash", *lines, f"#SBATCH {again}", "", "set -u", *own, "", around])
 
 
 def array(name: str, out: Path, cache: Path, parts: int, cpus: int, partition: str, limit: str) -> Launch:
@@ -107,13 +159,18 @@ def array(name: str, out: Path, cache: Path, parts: int, cpus: int, partition: s
     return Launch(files=files, command=command, checks=(("sbatch", "--test-only", *command[1:]),))
 
 
-def rank_script(job: LaunchJob) -> str:
-    """What a rank runs: `exec`, so that no shell stands between the launcher's signals and it."""
+def node_script(job: LaunchJob) -> str:
+    """What a machine runs, whose number and meeting place are the script's arguments."""
+    return script(job, f'{shlex.join(job.node(str(job.file), sys.executable))} --node-rank "$1" --master "$2"')
+
+
+def script(job: LaunchJob, command: str) -> str:
+    """Becomes the command: no shell stands between the launcher's signals and it."""
     lines = [
         "#!/bin/bash",
         "# Activate an environment or load modules here.",
         f"cd -- {shlex.quote(str(job.where))} || exit 2",
-        f"exec {shlex.join(job.train())}",
+        f"exec {command}",
     ]
     return "\n".join(lines) + "\n"
 

@@ -24,7 +24,7 @@ def launch(job: LaunchJob) -> Launch:
         name="torchrun.sh", text=script(job, f"{by_torchrun} {shlex.join(train)}"), executable=True
     )
     files, note = [torchrun_file, LaunchFile(name="node.sh", text=script(job, by_us), executable=True)], NOTE
-    if job.run.faults.memory_every or job.run.faults.live:  # torchrun starts all ranks again at once, or none
+    if job.has_launchers:  # torchrun starts all ranks again at once, or none
         del files[0]
         note = LIVE if job.run.faults.live else ALONE
     own = ("0",) if job.nodes > 1 else ()

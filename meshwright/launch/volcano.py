@@ -23,7 +23,8 @@ def launch(job: LaunchJob) -> Launch:
 def volcano_job(job: LaunchJob) -> dict[str, Any]:
     """All pods are scheduled or none; the env plugin numbers them, the svc plugin gives them names."""
     address = f"{job.label}-{TASK}-0.{job.label}"
-    action = "RestartJob" if job.target.requeues else "TerminateJob"  # maxRetry = 0 is Volcano's word for its usual 3
+    again = "RestartPod" if job.has_launchers else "RestartJob"  # the first is one of Volcano's since 1.11
+    action = again if job.target.requeues else "TerminateJob"  # maxRetry = 0 is Volcano's word for its usual 3
     restarts = [{"exitCode": code, "action": action} for code in (*pods.RESUMABLE, 137, 143)]
     task = {
         "name": TASK,

@@ -42,7 +42,7 @@ from meshwright.runtime.nodes import (
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem, mistake
 
-FOLDER, KEY, FOUNDERS = ".machines", "key", "founders.json"
+FOLDER, KEY, FOUNDERS, FAILED = ".machines", "key", "founders.json", "failed.json"
 READ_SECONDS = 0.1  # between two looks at the others' leases
 BROKEN_SECONDS = 3.0  # of silence of a machine when a group broke: then it is gone, and not merely late
 SAY_SECONDS = 10.0  # after which who is missing is named, and again and again
@@ -74,6 +74,14 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     asks_out: tuple[int, ...] = ()  # by the one that decides: machines that are to leave, for others do not hear them
     ended: int | None = None  # its exit code
     failed: Failure | None = None  # for which all must end
+    condemned: tuple[int, ...] = ()  # replicas that it knows to compute wrong numbers
+
+
+class Founding(msgspec.Struct, frozen=True, kw_only=True):
+    """With what a job began."""
+
+    sessions: dict[str, str]  # of each machine
+    condemned: tuple[int, ...] = ()  # replicas that have no part in it: their devices were found to be faulty
 
 
 class MachineBeat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -176,7 +184,9 @@ def apart(leases: Mapping[int, Lease]) -> set[int]:
 class Machines:
     """This machine among the others: its lease, which a thread renews, and what is known of theirs."""
 
-    def __init__(self, machine: int, count: int, folder: Path, address: str, port: int) -> None:
+    def __init__(
+        self, machine: int, count: int, folder: Path, address: str, port: int, condemned: Collection[int] = ()
+    ) -> None:
         self.machine, self.count, self.home = machine, count, folder / FOLDER
         self.neighbours, self.guard = Neighbours(), threading.Lock()
         own = own_address(address, port) or address
@@ -194,6 +204,7 @@ class Machines:
             life=before.life + 1 if before is not None else 1,
             address=told,
             port=self.socket.getsockname()[1],
+            condemned=tuple(sorted(condemned)),
         )
         self.key, self.count_sent, self.next_beat = b"", 0, 0.0
         self.successor: Lease | None = None  # this machine is somebody else's now, who speaks for it
@@ -245,17 +256,24 @@ class Machines:
         """Those of them that take part in this job."""
         return {machine: each for machine, each in self.others(seconds).items() if each.job == self.lease.job}
 
-    def meet(self, patience: float, claim: Callable[[], None], say: Say) -> bool:
+    def meet(
+        self, patience: float, claim: Callable[[], None], say: Say, after: str = "",
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> bool:  # fmt: skip
         """Begin a job when all are there, or join the one that is under way; whether it begins here.
 
         `patience`: seconds without a newcomer. `claim` is called by the one that begins it, before the others hear.
+        `after`: a job that is over for all, though some may yet have to leave it. `is_over`: somebody has asked to end.
         """
         newest = said = time.monotonic()
         known: set[int] = set()
         while True:
             others, now = self.others(), time.monotonic()
+            others = {each: lease for each, lease in others.items() if not after or lease.job != after}
             if (replaced := self.replaced()) is not None:
                 raise InputError([replaced])
+            if is_over():
+                raise mistake("asked to end while the machines met again", "run the same command again to resume")
             jobs = {lease.job for lease in others.values() if lease.job}
             if jobs:
                 with suppress(OSError):  # it has just ended, and its key is gone
@@ -292,12 +310,22 @@ class Machines:
         self.closed.set()
         self.thread.join()
         with suppress(OSError):
+            if failed is not None and self.lease.job:  # who begins anew at once has another lease before others look
+                replace_file(self.job / FAILED, msgspec.json.encode(failed))
             self.tell(ended=code, failed=failed or self.lease.failed)
             with self.guard:  # who ended in the same moment: the last of them takes the key away
                 self._read(time.monotonic())
             if self.lease.job and not self.of_job() and self.successor is None:
                 (self.job / KEY).unlink(missing_ok=True)
+            if not self.lease.job and not self.lease.failed and self.successor is None:
+                self._leave_nothing()
         self.socket.close()
+
+    def _leave_nothing(self) -> None:
+        """Of a machine that no job ever had; the folders go with the last one's lease, unless they are a run's."""
+        self.file.unlink(missing_ok=True)
+        self.home.rmdir()
+        self.home.parent.rmdir()
 
     def _failed(self) -> list[Lease]:
         with self.guard:
@@ -315,17 +343,19 @@ class Machines:
         place.mkdir(mode=0o700)
         self.key = secrets.token_bytes(KEY_BYTES)
         replace_file(place / KEY, self.key, mode=0o600)
-        sessions = {str(lease.machine): lease.session for lease in (self.lease, *others.values())}
-        replace_file(place / FOUNDERS, msgspec.json.encode(sessions))
-        self.tell(job=job)
+        leases = (self.lease, *others.values())
+        condemned = tuple(sorted({each for lease in leases for each in lease.condemned}))
+        sessions = {str(lease.machine): lease.session for lease in leases}
+        replace_file(place / FOUNDERS, msgspec.json.encode(Founding(sessions=sessions, condemned=condemned)))
+        self.tell(job=job, condemned=condemned)
 
     def _join(self, job: str) -> bool:
         place = self.home / job
         generations.look_again(place)
         self.key = (place / KEY).read_bytes()
-        founders = msgspec.json.decode((place / FOUNDERS).read_bytes(), type=dict[str, str])
-        self.tell(job=job)
-        return founders.get(str(self.machine)) == self.lease.session
+        began = msgspec.json.decode((place / FOUNDERS).read_bytes(), type=Founding)
+        self.tell(job=job, condemned=began.condemned)
+        return began.sessions.get(str(self.machine)) == self.lease.session
 
     def _live(self) -> None:
         while not self.closed.wait(READ_SECONDS):
@@ -417,15 +447,17 @@ class MachineRoster(Roster):
         super().__init__(machines.job, plan, spares)
         self.machines, self.hold, self.held_at = machines, hold, 0.0
         self.generation = Generation(number=0, members=(), starts=(-1,) * len(self.ranks))
-        self.here = set(machine_replicas(plan, machines.machine, machines.count, spares))
+        able = set(range(len(self.ranks))) - set(machines.lease.condemned)
+        self.here = able & set(machine_replicas(plan, machines.machine, machines.count, spares))
+        self.first = sorted(able)[: self.most]  # who begin, with the state of a checkpoint or none
         self.begun, self.ended = set[int](), set[int]()  # of these
         self.lost: list[Lost] = []  # machines, to be told of
         self.missed: set[tuple[int, str]] = set()  # those that were
 
     def begin(self) -> None:
         """All are there: each says so of its own, and one of them for all; spares are yet to be ready."""
-        self.away = {each for each in self.here if each >= self.most}
-        self.starts = [int(each >= self.most) for each in range(len(self.ranks))]
+        self.away = self.here - set(self.first)
+        self.starts = [int(each not in self.first) for each in range(len(self.ranks))]
         self._tell()
         self._follow()
 
@@ -489,7 +521,10 @@ class MachineRoster(Roster):
         """What ended another machine, and ends all."""
         with self.machines.guard:
             leases = list(self.machines.neighbours.leases.values())
-        return next((lease.failed for lease in leases if lease.failed and lease.job == self.machines.lease.job), None)
+        told = [lease.failed for lease in leases if lease.failed and lease.job == self.machines.lease.job]
+        with suppress(OSError, msgspec.DecodeError):
+            told.append(msgspec.json.decode((self.folder / FAILED).read_bytes(), type=Failure))
+        return next(iter(told), None)
 
     def ended_elsewhere(self) -> list[int]:
         """The exit codes of machines of this job, once none of them is left; nothing before."""
@@ -557,7 +592,7 @@ class MachineRoster(Roster):
         if told is None and self._is_broken(now) and not self._is_anybody_late(there):
             told = msgspec.structs.replace(self.generation, number=self.number + 1)
         # The first one waits for all who have a state.
-        if told is not None and (self.number or told.members == tuple(range(self.most))):
+        if told is not None and (self.number or told.members == tuple(self.first)):
             with suppress(OSError):  # no room: the same follows when there is
                 generations.publish(self.folder, told)
             self._follow()

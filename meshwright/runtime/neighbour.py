@@ -53,7 +53,8 @@ from meshwright.runtime.parts import (
 LOOK_SECONDS = 0.1
 RETRY_SECONDS = 2.0  # until a copy that failed is tried again, or the next machine is looked for
 CALLS = 3  # at a machine that is to give back what this one has lost
-MOST_CALLERS = 16  # at a time
+MOST_CALLERS = 16  # at a time, who have shown that they have the key
+MOST_STRANGERS = 64  # at a time, who have not; ours do at once, so of more the one that has waited longest is sent away
 Say = Callable[[str], None]
 
 
@@ -77,6 +78,8 @@ class PartKeeper:
         self.keeping = threading.Lock()  # one part is taken at a time
         self.callers = threading.BoundedSemaphore(MOST_CALLERS)
         self.wires: set[socket.socket] = set()
+        self.strangers: dict[socket.socket, None] = {}  # of these, in the order in which they came
+        self.door = threading.Lock()
         self.sent: tuple[KeeperAddress, int, int] | None = None  # to whom, and which step of which attempt
         self.failures: set[str] = set()  # why copies failed since the last that did not
         self.next_try = self.next_word = 0.0
@@ -121,9 +124,12 @@ class PartKeeper:
                 wire = self.listener.accept()[0]
             except OSError:
                 return
-            if not self.callers.acquire(blocking=False):
-                wire.close()
-                continue
+            with self.door:
+                self.strangers[wire] = None
+                for oldest in list(self.strangers)[:-MOST_STRANGERS]:
+                    del self.strangers[oldest]
+                    with suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)  # whoever waits for its word hears that none will come
             threading.Thread(target=self._serve, args=(wire,), name="parts-caller", daemon=True).start()
 
     def _serve(self, plain: socket.socket) -> None:
@@ -132,12 +138,23 @@ class PartKeeper:
             with plain, suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 wire = SealedWire(kept_alive(plain), self.key, is_caller=False)
                 call = msgspec.json.decode(wire.hear(), type=PartCall)
-                try:
-                    self._heed(wire, call)
-                except PartError as error:
-                    wire.refuse(str(error))
+                self._leave_door(plain)
+                if self.callers.acquire(blocking=False):
+                    self._answer(wire, call)
         finally:
+            self._leave_door(plain)
             self.wires.discard(plain)
+
+    def _leave_door(self, wire: socket.socket) -> None:
+        with self.door:
+            self.strangers.pop(wire, None)
+
+    def _answer(self, wire: SealedWire, call: PartCall) -> None:
+        try:
+            self._heed(wire, call)
+        except PartError as error:
+            wire.refuse(str(error))
+        finally:
             self.callers.release()
 
     def _heed(self, wire: SealedWire, call: PartCall) -> None:

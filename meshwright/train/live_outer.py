@@ -72,13 +72,13 @@ class LiveOuterLoop(OuterLoop):
         live, own = self.live, self._tally(votes).double().cpu()
         weight = 0.0 if live.is_guest else 1.0
         own[:2] *= weight  # the loss and the tokens that it was counted over
-        rows = live.gather(torch.cat([own, torch.tensor([weight], dtype=torch.float64)]))
+        rows = live.group.gather(torch.cat([own, torch.tensor([weight], dtype=torch.float64)]))
         weights = rows[:, -1]
         if not weights.any():  # all who brought something are gone: guests hold what one of them had
             weight, weights = 1.0, torch.ones_like(weights)
         share = weight / float(weights.sum())
-        means = [live.summed(self._brought(bucket.wide, bucket.anchor) * share) for bucket in self.buckets]
-        live.gather(torch.zeros(1))  # nobody moves before all have the sums
+        means = [live.group.summed(self._brought(bucket.wide, bucket.anchor) * share) for bucket in self.buckets]
+        live.group.gather(torch.zeros(1))  # nobody moves before all have the sums
         return rows, means
 
     @staticmethod

@@ -57,6 +57,7 @@ from meshwright.train.log import PlainLines, Recorder, Writer, default_stream, p
 from meshwright.train.loop import StepResult, Stop, train
 from meshwright.train.noise_scale import noise_scale
 from meshwright.train.oom import expected, explaining
+from meshwright.train.replica_group import ReplicaGroup
 from meshwright.train.sample import closing_sample
 from meshwright.train.saving import restore
 from meshwright.train.state import State, weights
@@ -382,8 +383,8 @@ def phase_table() -> PhaseTable:
         waiting=(
             _mark("", context.arrived)[:2],
             _mark("", parameter_server.ParameterServer._take)[:2],
-            _mark("", survivors.Survivors._arrived)[:2],
-            _mark("", survivors.Survivors._aside)[:2],
+            _mark("", ReplicaGroup.arrived)[:2],
+            _mark("", ReplicaGroup.aside)[:2],
             _mark("", generations.pause)[:2],
             _mark("", Evaluator._wait)[:2],
         ),

@@ -1,8 +1,8 @@
 """Live survivors: replicas that go on without one that is lost, and give it their state when it is back.
 
 Every replica is a world of its own: its mesh, its groups and its model know of no other. What replicas tell each other
-goes through one more group for each place inside a replica, outside torch's registry, which is made anew in every
-generation (runtime/generations.py). A step is finished by whoever is left: gradients that a rank has computed stay, the
+goes through one more group for each place inside a replica (train/replica_group.py), made anew in every generation
+(runtime/generations.py). A step is finished by whoever is left: gradients that a rank has computed stay, the
 parts of the batch of those who are missing are computed by others, and nobody moves its weights before all parts are
 summed. Whoever failed to hear the sum that others have heard is one step behind, and is given their state: so a
 failure in the middle of an exchange needs no vote of its own. As in torchft, replicas are independent between two
@@ -10,12 +10,10 @@ exchanges; unlike there, no sample is left out.
 """
 
 import hashlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +22,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import AllgatherOptions
 
 from meshwright.checkpoint.copies import Stall
 from meshwright.config.run import Run
@@ -43,19 +40,17 @@ from meshwright.spec.problem import InputError, Problem
 from meshwright.train.faults import compared
 from meshwright.train.live_outer import CALLED, LiveOuterLoop
 from meshwright.train.loop import EvalResult, Stop, held_sums, is_due
+from meshwright.train.replica_group import ReplicaGroup
 from meshwright.train.saving import DueSave, NoSave, Save, Vote, holdings, saving
 from meshwright.train.state import MovedError, State
 from meshwright.train.step import choose
-from meshwright.train.world import MEETING, StoppedError, facts
+from meshwright.train.world import StoppedError, facts
 
-CONNECT = timedelta(seconds=30)  # in which the ranks of a generation, who have all said that they are there, connect
 GIVEN_UP_SECONDS = 120.0  # without a generation after a group broke: then there is no supervisor
 RECORD_SECONDS = 2.0  # in which a peer has written the record of a step that it has made
 MOST_BREAKS = 5  # of groups in a row in which nobody was lost: then it is no accident
 BUCKET = 1 << 24  # elements that are exchanged at a time
-WAIT = timedelta(milliseconds=100)  # for others, until it is looked who is still there
 SAME_CLOCK = 1.0  # second by which the clocks of one machine may seem to differ
-GONE = "a member was lost, or a newer generation has begun"
 FAILED = 2.0**40  # in the number that carries wishes to stop, words on saves and CALLED, above all of these
 NOTHING = RankPosition(step=-1, evaluated=False, leads=False)
 Answer = TypeVar("Answer")
@@ -114,8 +109,7 @@ class Survivors:
         self.generation = Generation(number=0, members=(), starts=(0,) * len(self.ranks))
         self.newest = self.generation  # that has begun, though this rank may not have entered it
         self.facts = hashlib.sha256(msgspec.json.encode(sorted(facts(run).items()))).hexdigest()
-        self.group: Any = None  # of torch's Gloo, outside its registry
-        self.abandoned: list[Any] = []  # groups in which something still waits; to end one would wait for it too
+        self.group = ReplicaGroup(self._is_bereft)
         self.leads = False
         self.evaluated = -1  # the step after which the last validation loss was taken
         self.equal_at = 0  # the step after which members were last seen to hold the same
@@ -214,7 +208,7 @@ class Survivors:
         is_done = False
         while not is_done:
             with suppress(MovedError):
-                is_done = self.attempt(lambda: self.gather(torch.zeros(1))) is not None
+                is_done = self.attempt(lambda: self.group.gather(torch.zeros(1))) is not None
 
     def take_lost_seconds(self) -> float:
         """Those since this was last asked."""
@@ -266,7 +260,7 @@ class Survivors:
         for part in mine:
             numbers[part] = done[part].loss[0]
         numbers[parts:] = torch.tensor([ballot, *self._checksum()], dtype=torch.float64)
-        rows = self.gather(numbers)
+        rows = self.group.gather(numbers)
         self.compare(rows[:, parts + 1 :].tolist(), self.generation.members)
         losses = self._by_part(rows[:, :parts])
         whole = [self._sum(list(buckets)) for buckets in zip(*(done[part].buckets for part in mine), strict=True)]
@@ -319,12 +313,12 @@ class Survivors:
             total = mine[0].clone()
             for other in mine[1:]:
                 total += other
-            return self.summed(total)
+            return self.group.summed(total)
         return self._tree(mine) + 0.0  # as `deterministic.GradientSum` does, which no negative zero survives
 
     def _tree(self, mine: list[Tensor]) -> Tensor:
         """The same by the tree over all parts, whoever has them: cut among the members, summed there, joined again."""
-        if self.group is None:
+        if self.group.wire is None:
             return deterministic.tree_sum(torch.stack(mine))
         members, parts = self.generation.members, self.run.plan.replicate
         length = mine[0].numel()
@@ -334,70 +328,13 @@ class Survivors:
             row[:length] = each
         sent = padded.transpose(0, 1).contiguous().view(-1)  # to each member its share of every part of mine
         owners = [self._owner(part) for part in range(parts)]
-        received = torch.empty(parts * share, dtype=sent.dtype)
-        options = dist.AllToAllOptions()
-        options.timeout = MEETING
         from_each = [share * owners.count(member) for member in members]
         to_each = [share * len(mine)] * len(members)
-        self._arrived(self.group.alltoall_base(received, sent, from_each, to_each, options))
+        received = self.group.exchanged(sent, from_each, to_each)
         # They come by member, and of each in the order of its parts.
         order = [part for member in members for part in range(parts) if owners[part] == member]
         by_part = received.view(parts, share)[torch.tensor([order.index(part) for part in range(parts)])]
-        return self.gather(deterministic.tree_sum(by_part)).view(-1)[:length]
-
-    def summed(self, mine: Tensor) -> Tensor:
-        """The sum over all members, in the place of what each had."""
-        if self.group is not None:
-            options = dist.AllreduceOptions()
-            options.timeout = MEETING
-            self._arrived(self.group.allreduce([mine], options))
-        return mine
-
-    def gather(self, mine: Tensor) -> Tensor:
-        """All members' numbers, a row each."""
-        if self.group is None:
-            return mine[None]
-        rows = mine.new_empty(len(self.generation.members), *mine.shape)
-        options = AllgatherOptions()
-        options.timeout = MEETING
-        self._arrived(self.group._allgather_base(rows.view(-1), mine.reshape(-1), options))
-        return rows
-
-    def _arrived(self, work: Any) -> None:
-        """Wait for the other members, until one of them is known to be lost: a machine without power closes no socket.
-
-        A watcher knows a rank in here to be waiting.
-        """
-        deadline = time.monotonic() + MEETING.total_seconds()
-        while time.monotonic() < deadline:
-            with suppress(RuntimeError):  # not yet; or never
-                work.wait(WAIT)
-            if work.is_completed():
-                break
-            if self._is_bereft():
-                self.abandoned.append((self.group, work))
-                raise RuntimeError(GONE)
-        work.wait(WAIT)  # raises what went wrong
-
-    def _aside(self, act: Callable[[], None], is_over: Callable[[], bool]) -> None:
-        """Wait in a thread of its own for what nothing ends if a member is killed meanwhile: it is left alone there."""
-        errors = list[RuntimeError]()
-
-        def tried() -> None:
-            try:
-                act()
-            except RuntimeError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=tried, name="aside", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(generations.LOOK_SECONDS)
-            if thread.is_alive() and is_over():
-                self.abandoned.append(self.group)
-                raise RuntimeError(GONE)
-        if errors:
-            raise errors[0]
+        return self.group.gather(deterministic.tree_sum(by_part)).view(-1)[:length]
 
     def attempt(self, ask: Callable[[], Answer]) -> Answer | None:
         """Ask the other members; None if one of them was lost meanwhile, and a new generation has begun."""
@@ -429,7 +366,7 @@ class Survivors:
                     held, tokens = held_sums(self.run, self.state, self.mesh, self._loader(part))
                     done[part] = deterministic.total(held, self.run.plan, self.mesh).cpu()
                 rows[part] = done[part]
-            sums = self.attempt(lambda rows=rows: self._over_parts(self._by_part(self.gather(rows))))
+            sums = self.attempt(lambda rows=rows: self._over_parts(self._by_part(self.group.gather(rows))))
         self.evaluated = self.state.step
         ended, loss = moment(self.mesh.device), sums.sum() / tokens
         return EvalResult(
@@ -445,14 +382,15 @@ class Survivors:
         """
         if began is not None:
             self._break()
-        self.group, self.called = None, False  # who still waits for us in the old one fails, and comes here
+        self.group.leave()  # who still waits for us in the old one fails, and comes here
+        self.called = False
         entered, before, received = time.monotonic(), self.generation, False
         while True:
             self.generation = self._next()
             found, is_in = self._standings(), False
             if found is not None:
                 try:
-                    self.group = self._connected()
+                    self._connect()
                     received = self._catch_up(found) or received
                     is_in = True
                 except FailureError:
@@ -475,7 +413,7 @@ class Survivors:
     def _break(self) -> None:
         """Leave a group that is of no use, so that whoever waits in it fails too, and ask for another generation."""
         generations.touch(generations.broken_file(self.folder, self.generation.number))
-        self.group = None
+        self.group.leave()
         self.breaks += 1
         if self.breaks > MOST_BREAKS:
             raise RuntimeError(
@@ -540,17 +478,12 @@ class Survivors:
             what = f"rank {self.rank} and rank {odd[0]} have different code, versions or run files"
             raise InputError([Problem(what, "start every machine with the same code, environment and run file")])
 
-    def _connected(self) -> Any:
-        """The group of this rank's peers: those that have its place in other replicas."""
+    def _connect(self) -> None:
+        """Meet this rank's peers: those that have its place in other replicas."""
         members = self.generation.members
-        if len(members) == 1:
-            return None
         store = dist.FileStore(str(self.folder / f"group.{self.generation.number}"), -1)
         own = dist.PrefixStore(str(self.inner), store)
-        made = list[Any]()
-        place, count = members.index(self.replica), len(members)
-        self._aside(lambda: made.append(dist.ProcessGroupGloo(own, place, count, CONNECT)), self._is_called)
-        return made[0]
+        self.group.connect(own, members.index(self.replica), len(members), self._is_called)
 
     def _catch_up(self, found: dict[int, RankPosition]) -> bool:
         """Have those who are behind given the state of one who is not; whether this rank was."""
@@ -576,22 +509,15 @@ class Survivors:
         own = (state.step, self.met, self.evaluated, state.loader.shift, state.stopped, state.optimizer.count.item())
         head = torch.tensor([*own, state.scale.value.item(), state.scale.streak.item()], dtype=torch.float64)
         for tensor in (head, *self._held()):
-            own_copy = tensor.detach().cpu().contiguous()
-            self._aside(lambda sent=own_copy: self.group.send([sent], to, 0).wait(MEETING), self._is_bereft)
+            self.group.send(tensor.detach().cpu().contiguous(), to)
 
     def _receive(self, member: int) -> None:
         """The same from there."""
         state, source = self.state, self.generation.members.index(member)
         self.intact = False
-        head = torch.zeros(8, dtype=torch.float64)
-
-        def arrived(into: Tensor) -> Tensor:
-            self._aside(lambda: self.group.recv([into], source, 0).wait(MEETING), self._is_bereft)
-            return into
-
-        arrived(head)
+        head = self.group.receive(torch.zeros(8, dtype=torch.float64), source)
         for tensor in self._held():
-            tensor.detach().copy_(arrived(torch.empty(tensor.shape, dtype=tensor.dtype)))
+            tensor.detach().copy_(self.group.receive(torch.empty(tensor.shape, dtype=tensor.dtype), source))
         step, met, evaluated, shift, stopped, updates, scale, streak = head.tolist()
         self.met, self.is_guest = bool(met), not met
         precision.refresh(state.chunks)
@@ -652,7 +578,7 @@ class Survivors:
 
     def close(self) -> None:
         """End what reads ahead."""
-        self.group = None
+        self.group.leave()
         for loader in self.parts.values():
             loader.close()
 

@@ -40,6 +40,15 @@ def write_text(folder: Path) -> None:
     (folder / "my" / "text.txt").write_text("\n".join(lines))
 
 
+def with_reference(folder: Path, *words: str) -> Path:
+    """A user's folder with a little text, and what a run that nobody disturbs makes of it, in reference/."""
+    folder.mkdir(exist_ok=True)
+    write_text(folder)
+    done = meshwright("train", *words, "--folder", "reference", folder=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
 def free_port() -> int:
     """A port that nobody has."""
     with socket.socket() as tried:

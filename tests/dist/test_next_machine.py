@@ -8,7 +8,7 @@ import time
 from contextlib import ExitStack
 
 import pytest
-from commands import SMALL, environment, free_port, meshwright, script, write_text
+from commands import SMALL, environment, free_port, script, with_reference
 from waiting import HANG
 
 from meshwright.config.weights import present
@@ -25,12 +25,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def user(tmp_path_factory):
-    """A user's folder with a little text, and what an undisturbed run on one machine makes of it."""
-    folder = tmp_path_factory.mktemp("user")
-    write_text(folder)
-    done = meshwright("train", *RUN, "faults.memory_every=0", "--ranks", "2", "--folder", "reference", folder=folder)
-    assert done.returncode == 0, done.stderr
-    return folder
+    return with_reference(tmp_path_factory.mktemp("user"), *RUN, "faults.memory_every=0", "--ranks", "2")
 
 
 class Nodes:

@@ -44,8 +44,9 @@ def test_kubernetes_and_kubeflow_read_every_key(tmp_path, kind, capsys):
 
 
 @judge.needs("k8s", "volcano")
-def test_volcano_reads_every_key(tmp_path, capsys):
-    file = launch(tmp_path, "--on", "volcano") / "volcano.yaml"
+@pytest.mark.parametrize("words", [[], ["faults.live=true"]])
+def test_volcano_reads_every_key(tmp_path, words, capsys):
+    file = launch(tmp_path, "--on", "volcano", *words) / "volcano.yaml"
     assert judge.kubernetes(file) == ""
     file.write_text(file.read_text().replace("minAvailable:", "minAvailabel:"))
     assert "minAvailabel" in judge.kubernetes(file)
@@ -77,14 +78,22 @@ def test_terraform_would_write_it_so(tmp_path, cloud, capsys):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("on", ["slurm", "torchrun", "mpi"])
-def test_a_shell_reads_every_word_as_it_was_given(tmp_path, on, capsys):
+@pytest.mark.parametrize(
+    ("on", "name", "words"),
+    [
+        ("slurm", "rank.sh", []),
+        ("slurm", "node.sh", ["faults.live=true"]),
+        ("torchrun", "torchrun.sh", ["--hosts", "n0,n1"]),
+        ("torchrun", "node.sh", ["--hosts", "n0,n1"]),
+        ("mpi", "mpirun.sh", ["--hosts", "n0,n1"]),
+    ],
+)
+def test_a_shell_reads_every_word_as_it_was_given(tmp_path, on, name, words, capsys):
     """The scripts are run, with programs of these names that write down what they are called with."""
-    hosts = [] if on == "slurm" else ["--hosts", "n0,n1"]
-    out = launch(tmp_path / "it's $(touch pwned) \n#SBATCH --wrap=x", "--on", on, *hosts)
+    out = launch(tmp_path / "it's $(touch pwned) \n#SBATCH --wrap=x", "--on", on, *words)
     folder = tmp_path / "programs"
     folder.mkdir()
-    script = next(out.glob("*.sh" if on != "slurm" else "rank.sh"))
+    script = out / name
     text = script.read_text()
     (folder / "python").write_text('#!/bin/bash\nprintf "%s\\0" "$@" > "$TOLD"\n')
     (folder / "mpirun").write_text('#!/bin/bash\nprintf "%s\\0" "$@" > "$TOLD"\n')
@@ -92,7 +101,9 @@ def test_a_shell_reads_every_word_as_it_was_given(tmp_path, on, capsys):
         program.chmod(0o755)
     script.write_text(text.replace(sys.executable, str(folder / "python")))
     around = {**os.environ, "TOLD": str(tmp_path / "told"), "PATH": f"{folder}:{os.environ['PATH']}"}
-    done = subprocess.run([script, "0"], env=around, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [script, "0", "n0:20000"], env=around, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     told = (tmp_path / "told").read_text().split("\0")
     assert told[told.index("--folder") + 1] == FOLDER

@@ -44,6 +44,49 @@ def test_two_machines_save_and_end_with_the_code_that_says_so(user):
     assert "checkpoint saved at step" in said[0][0]
 
 
+def machine_alone(user, name, master, *words):
+    """The first of two machines whose replicas can do without each other, and nobody starts the second."""
+    live = [*RUN, "plan.grad_accum=2", "faults.live=true", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "launch",
+        *live,
+        "--folder",
+        name,
+        "--nodes",
+        "2",
+        "--node-rank",
+        "0",
+    ]
+    command += ["--ranks-per-node", "1", "--master", master]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=user, env=environment(user), **pipes)
+
+
+def test_a_machine_whose_first_one_has_no_known_name_says_so_and_leaves_nothing(user):
+    machine = machine_alone(user, "unnamed", "no.such.host.invalid", "faults.meet_seconds=1")
+    _, said = machine.communicate(timeout=GIVEN_UP)
+    assert machine.returncode == 2, said
+    assert "no.such.host.invalid cannot be resolved" in said
+    assert not (user / "unnamed").exists()
+
+
+def test_a_machine_that_waits_for_another_heeds_a_signal_and_leaves_nothing(user):
+    machine = machine_alone(user, "waits", f"127.0.0.1:{free_port()}")
+    deadline = time.monotonic() + GIVEN_UP
+    while not (user / "waits" / ".machines" / "machine.0.json").exists():
+        assert machine.poll() is None, machine.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    machine.send_signal(signal.SIGTERM)
+    _, said = machine.communicate(timeout=GIVEN_UP)
+    assert machine.returncode == 10, said
+    assert "stopped by SIGTERM before the first step" in said
+    assert not (user / "waits").exists()
+
+
 @judge.needs("ray")
 def test_ray_places_an_actor_for_each_rank_and_ends_with_their_code(user):
     """Two machines of Ray's on this one; the driver's interpreter has Ray, the ranks' has torch."""

@@ -112,6 +112,19 @@ def test_the_stop_file_ends_our_own_ranks_too(user):
     assert "stopped by the file stop, checkpoint saved at step" in said
 
 
+def test_ranks_of_one_mpiexec_have_a_port_of_their_own(user):
+    """MPICH gives a job no number: ranks on one machine, also behind a shell, know it by whoever started them all."""
+    look = [sys.executable, "-c", "from meshwright.cli import env; one = env.here(); print(one.port, one.job)"]
+    told = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+    rank = ["env", *(f"{name}={value}" for name, value in told.items())]
+    ranks = [[*rank, *look], [*rank, "sh", "-c", '"$@"; true', "sh", *look]]
+    start = [sys.executable, "-c", f"import subprocess; [subprocess.run(each) for each in {ranks}]"]
+    jobs = [subprocess.check_output(start, env=environment(user), text=True) for _ in range(2)]
+    (one, behind), (other, _) = map(str.splitlines, jobs)
+    assert one == behind != other
+    assert 20_000 <= int(one.split()[0]) < 32_000
+
+
 def test_restarts_are_counted_by_whoever_counts_them(monkeypatch):
     assert env.attempt() == 1
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")

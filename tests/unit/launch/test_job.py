@@ -1,5 +1,6 @@
 """Which machines a plan is put on, what is refused, and how much time a save is given."""
 
+import json
 import shlex
 from pathlib import Path
 
@@ -116,11 +117,18 @@ def test_every_remedy_of_a_layout_is_one():
             ["--cluster", "2x8xh100", "--on", "torchrun", "--shared", "--submit"],
             "--submit does not start --on torchrun",
         ),
-        (["--cluster", "2x8xh100", "--shared", "faults.live=true"], "faults.live needs our own starter"),
+        (
+            ["--cluster", "2x8xh100", "--shared", "--on", "ray", "faults.live=true"],
+            "needs our own starter, which starts ranks again, and not --on ray; use --on slurm, torchrun, kubernetes",
+        ),
         (["--cluster", "2x8xh100", "--on", "mpi", "faults.memory_every=5"], "faults.memory_every needs our own"),
         (
             ["--cluster", "2x8xh100", "--on", "torchrun", "--shared", "faults.live=true", "faults.spares=1"],
-            "faults.spares needs our own starter",
+            "the plan has 16 ranks and 8 of spares, and 16xh100 has 16 GPUs",
+        ),
+        (
+            ["--cluster", "6x8xh100", "--ranks-per-node", "4", "--shared", "faults.live=true", "faults.spares=1"],
+            "faults.live needs whole replicas on each of 6 machines, and there are 3",
         ),
         (["--cluster", "2x8xh100", "--nodes", "3"], "--nodes is for --node-rank, not for --on slurm"),
         (["--on", "mpi", "--node-rank", "0"], "--on cannot be combined with --node-rank"),
@@ -156,6 +164,38 @@ def test_live_survivors_have_a_launcher_of_ours_on_each_machine(tmp_path, monkey
     assert main(["launch", *WORDS, *three, "--master", "127.0.0.1", "--folder", "run", "faults.live=true"]) == 2
     assert "needs whole replicas on each of 2 machines, and there are 3" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("on", "file", "told"),
+    [
+        (
+            ["slurm"],
+            "job.sbatch",
+            ["#SBATCH --nodes=3", "#SBATCH --ntasks-per-node=1", "--cpus-per-task=64", "--no-kill"],
+        ),
+        (["torchrun"], "node.sh", ["--nodes 3 --ranks-per-node 8"]),
+        (["kubernetes", "--kind", "jobset"], "jobset.yaml", ["completions: 3", "backoffLimit: 150", '"--nodes"\n']),
+        (["kubernetes", "--kind", "job"], "job.yaml", ["completions: 3", "parallelism: 3"]),
+        (["kubernetes", "--kind", "pytorchjob"], "pytorchjob.yaml", ["replicas: 2", 'restartPolicy: "OnFailure"']),
+        (["kubernetes", "--kind", "trainjob"], "trainjob.yaml", ["numNodes: 3"]),
+        (["volcano"], "volcano.yaml", ["minAvailable: 3", 'action: "RestartPod"']),
+        (["skypilot"], "task.yaml", ["num_nodes: 3"]),
+        (["terraform"], "main.tf", ["count           = 3"]),
+    ],
+)
+def test_a_spare_has_a_machine_and_one_that_is_lost_comes_back_alone(on, file, told, tmp_path, capsys):
+    """Two replicas of eight shards and a spare are three machines of eight, each with a launcher of ours."""
+    words = [*WORDS, "faults.live=true", "faults.spares=1", "--on", *on, "--cluster", "3x8xh100", "--shared"]
+    words += ["--volume", "runs:/shared"] if on[0] in ("kubernetes", "volcano", "skypilot") else []
+    if on == ["terraform"]:  # whose machines are to be made, and with them what they share
+        words.remove("--shared")
+    assert main(["launch", *words, "--out", str(tmp_path), "--folder", "/shared/r", "--json"]) == 0
+    assert (json.loads(capsys.readouterr().out)["nodes"]) == 3
+    text = (tmp_path / file).read_text()
+    assert [word for word in told if word not in text] == [], text
+    assert "RestartJob" not in text
+    assert "backoffLimit: 0" not in text
 
 
 def test_a_save_is_given_the_time_of_its_bytes_and_the_step_before_it(capsys):

@@ -2,12 +2,14 @@
 
 import errno
 import socket
+import threading
 
 import msgspec
 import pytest
 from waiting import until
 
 from meshwright.runtime import generations, machines
+from meshwright.runtime.failure import Exit, Failure
 from meshwright.runtime.generations import Generation, machine_replicas
 from meshwright.runtime.machines import (
     FOLDER,
@@ -109,6 +111,58 @@ def test_nobody_comes_in_once_somebody_has_ended():
     ended = lease(0, (0, 0, "ended"), (1, 0, "training"))
     after = decided(begun, {0: ended, 1: lease(1, (2, 0, "training"), (3, 1, "ready"))}, 4)
     assert after.members == (1, 2)
+
+
+def meeting(machine, tmp_path, met_as, **after):
+    """A machine that waits for the others in a thread of its own; what became of it is in `met_as`."""
+    own = Machines(machine, 2, tmp_path, "127.0.0.1", 0, condemned=after.pop("condemned", ()))
+
+    def meet():
+        try:
+            met_as[machine] = own.meet(60.0, lambda: None, lambda text: None, **after)
+        except InputError as error:
+            met_as[machine] = str(error)
+
+    thread = threading.Thread(target=meet, daemon=True)
+    thread.start()
+    return own, thread
+
+
+def test_machines_begin_again_without_what_one_of_them_knows_to_be_faulty(tmp_path):
+    """One has left the job and waits; the other finds the failure in the job's folder, for its lease says no more."""
+    began, again = {}, {}
+    (first, one), (second, other) = (meeting(machine, tmp_path, began) for machine in (0, 1))
+    one.join()
+    other.join()
+    assert began == {0: True, 1: True}
+    plan, job = Plan(microbatch=1, replicate=1), first.lease.job
+    roster = MachineRoster(first, plan, lambda: None, spares=1)
+    assert (roster.here, roster.first) == ({0}, [0])
+    failed = Failure(kind="matmul", code=Exit.HARDWARE, what="rank 0 computes wrong matmuls", rank=0)
+    second.close(Exit.HARDWARE, failed)
+    second, other = meeting(1, tmp_path, again, after=job, condemned={0})
+    until(lambda: 1 in first.others(), "it is there again")
+    assert other.is_alive()  # the first is still in the job that is over
+    assert roster.failed_elsewhere() == failed
+    first.close(Exit.HARDWARE, failed)
+    first, one = meeting(0, tmp_path, again, after=job)
+    one.join()
+    other.join()
+    assert again == {0: True, 1: True}
+    assert first.lease.job == second.lease.job != job
+    rosters = [MachineRoster(each, plan, lambda: None, spares=1) for each in (first, second)]
+    assert [(each.here, each.first) for each in rosters] == [(set(), [1]), ({1}, [1])]
+    assert rosters[0].failed_elsewhere() is None
+    for each in (first, second):
+        each.close(Exit.DONE)
+
+
+def test_machines_that_meet_again_heed_a_request_to_end(tmp_path):
+    found = {}
+    alone, thread = meeting(0, tmp_path, found, after="j", is_over=lambda: True)
+    thread.join()
+    alone.close(Exit.FAILED)
+    assert "asked to end while the machines met again" in found[0]
 
 
 def test_a_spare_machine_waits_until_there_is_a_place():

@@ -15,12 +15,14 @@ import pytest
 
 from meshwright.config.weights import CHECKPOINTS, RUN, present, step_name
 from meshwright.runtime import parts
-from meshwright.runtime.neighbour import PartKeeper
+from meshwright.runtime.neighbour import MOST_STRANGERS, PartKeeper
 from meshwright.runtime.parts import (
+    CALL_SECONDS,
     COPIED,
     KEPT,
     PART,
     READY,
+    SEAL_BYTES,
     KeeperAddress,
     MachinePart,
     PartCall,
@@ -171,6 +173,27 @@ def test_whoever_lacks_the_key_is_not_heard(machine, folder):
     assert kept(zero) == []
     with called(zero.where, PartCall(word="held", node=1)) as wire:
         assert answer_on(wire).steps == ()
+
+
+def test_strangers_who_say_nothing_keep_nobody_out(machine, folder):
+    """As many as there is room for, and more: ours are heard at once, and who has waited longest is sent away."""
+    first, second = machine(0), machine(1)
+    until(lambda: KeeperAddress.read(folder, 1) is not None)
+    silent = [socket.create_connection((second.where.address, second.where.port)) for _ in range(MOST_STRANGERS + 8)]
+    try:
+        began = time.monotonic()
+        content = save(first.memory, 0, 5)
+        until(lambda: present(second.kept) == [5])
+        assert (second.kept / "step-5" / "chunk.rank0.safetensors").read_bytes() == content
+        assert time.monotonic() - began < CALL_SECONDS  # after which they would have gone by themselves
+        assert len(second.strangers) <= MOST_STRANGERS
+        silent[0].settimeout(SECONDS)
+        while silent[0].recv(SEAL_BYTES):  # what every connection is told, and then its end
+            continue
+    finally:
+        for wire in silent:
+            wire.close()
+    until(lambda: not second.strangers)
 
 
 def test_a_message_of_another_connection_or_place_in_it_is_refused():

@@ -10,7 +10,7 @@ import time
 import pytest
 from commands import free_port
 
-from meshwright.runtime import failure, nodes, supervise
+from meshwright.runtime import failure, nodes, sidecar
 from meshwright.runtime.failure import Failure
 from meshwright.runtime.heartbeat import Beat, RankStatus
 from meshwright.runtime.nodes import (
@@ -191,34 +191,34 @@ def seen(still_seconds):
 
 
 def test_a_silent_machine_is_no_fault_while_the_ranks_here_get_on():
-    assert not supervise.is_still([seen(0.1), seen(60.0)], 100.0)
-    assert supervise.is_still([seen(3.0), seen(60.0)], 100.0)
-    assert supervise.is_still([], 100.0)
+    assert not sidecar.is_still([seen(0.1), seen(60.0)], 100.0)
+    assert sidecar.is_still([seen(3.0), seen(60.0)], 100.0)
+    assert sidecar.is_still([], 100.0)
 
 
 def test_one_machine_listens_to_nobody(tmp_path):
-    post = supervise.SidecarSpec(
+    post = sidecar.SidecarSpec(
         beats=str(tmp_path), folder=str(tmp_path), ranks=[0, 1], world=2, hang_seconds=5.0, address="127.0.0.1", port=1
     )
-    assert supervise._nodes(post) is None
+    assert sidecar._nodes(post) is None
 
 
 def test_an_address_that_is_not_ours_is_told_and_the_watch_goes_on(tmp_path, capfd):
-    post = supervise.SidecarSpec(
+    post = sidecar.SidecarSpec(
         beats=str(tmp_path), folder=str(tmp_path), ranks=[0], world=2, hang_seconds=5.0, address="203.0.113.9", port=9
     )
-    assert supervise._nodes(post) is None
+    assert sidecar._nodes(post) is None
     assert "the loss of a machine will not be seen" in capfd.readouterr().err
 
 
 def test_a_port_that_the_watcher_before_has_not_left_yet_is_waited_for(tmp_path, capfd):
     port = free_port()
-    post = supervise.SidecarSpec(
+    post = sidecar.SidecarSpec(
         beats=str(tmp_path), folder=str(tmp_path), ranks=[0], world=2, hang_seconds=5.0, address="127.0.0.1", port=port
     )
     before = Nodes(A, "127.0.0.1", port, tmp_path)
     threading.Timer(0.3, before.close).start()
-    found = supervise._nodes(post)
+    found = sidecar._nodes(post)
     assert found is not None
     found.close()
     assert not capfd.readouterr().err
@@ -226,7 +226,7 @@ def test_a_port_that_the_watcher_before_has_not_left_yet_is_waited_for(tmp_path,
 
 def test_a_watcher_ends_with_the_rank_beside_it_and_says_how(tmp_path):
     port = free_port()
-    post = supervise.SidecarSpec(
+    post = sidecar.SidecarSpec(
         beats=str(tmp_path / "beats"),
         folder=str(tmp_path),
         ranks=[4],
@@ -236,11 +236,11 @@ def test_a_watcher_ends_with_the_rank_beside_it_and_says_how(tmp_path):
         port=port,
     )
     first = Nodes(A, "127.0.0.1", port, tmp_path)
-    for words, state in ((supervise.DONE, "done"), (b"", "failed")):
+    for words, state in ((sidecar.DONE, "done"), (b"", "failed")):
         reading, writing = os.pipe()
         os.write(writing, words)
         os.close(writing)
-        verdict = supervise.watch(post, reading)
+        verdict = sidecar.watch(post, reading)
         assert verdict is None if state == "done" else "rank 4 was killed" in verdict.what
         first.roll.heard.clear()
         first.look(0.0)
@@ -273,7 +273,7 @@ class Looks:
 )
 def test_a_killed_rank_whose_process_is_still_going_is_waited_for(tmp_path, said, looks, gone):
     """Its connections break first, so that the rank beside the watcher may end before the process is gone."""
-    post = supervise.SidecarSpec(beats=str(tmp_path), folder=str(tmp_path), ranks=[0, 1], world=2, hang_seconds=5.0)
+    post = sidecar.SidecarSpec(beats=str(tmp_path), folder=str(tmp_path), ranks=[0, 1], world=2, hang_seconds=5.0)
     failure.write(tmp_path, Failure(kind="killed", code=11, what=said, remedy="", details="", rank=0))
-    found = supervise._gone_soon(post, Looks(*looks))
+    found = sidecar._gone_soon(post, Looks(*looks))
     assert (None if found is None else found.rank) == gone

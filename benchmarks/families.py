@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "families"
 FAMILIES = (
     *("tiny-qwen2", "tiny-qwen3", "tiny-qwen3-moe", "tiny-gemma2", "tiny-gemma3", "tiny-olmo2", "tiny-phi3"),
     *("tiny-gpt-oss", "tiny-deepseek-v3", "tiny-glm4-moe", "tiny-neox", "tiny-mistral", "tiny-cohere", "tiny-granite"),
-    *("tiny-smollm3", "tiny-deepseek-v2", "tiny-gemma", "tiny-starcoder2"),
+    *("tiny-smollm3", "tiny-deepseek-v2", "tiny-gemma", "tiny-starcoder2", "tiny-olmo3"),
 )
 
 MASKED = ("data.pack=stream", "data.mask_documents=true")

@@ -306,6 +306,15 @@ FAMILIES: dict[str, Family] = {
         absent=LATE | PLAIN_SCALE | {"rms_norm_eps": 1e-5, "num_key_value_heads": None},
         names=AFTER,
     ),
+    "olmo3": Family(
+        model="Olmo3ForCausalLM",
+        words=(*SIZES, EPS, SWIGLU, Rope(local="rope_theta"), Windows(full_every=4), ATTENTION_BIAS),
+        says={"qk_norm": "full", "norm_position": "output"},
+        absent=LATE | PLAIN_SCALE | {
+            "rms_norm_eps": 1e-5, "num_key_value_heads": None, "rope_theta": 500_000.0, "sliding_window": 4096,
+        },
+        names=AFTER,
+    ),
     "phi3": Family(
         model="Phi3ForCausalLM",
         words=(

@@ -26,6 +26,7 @@ PLANS = {
     "tiny-gemma2": (TP, RING, STAGES),
     "tiny-gemma3": (TP, RING, PIPED),
     "tiny-olmo2": (TP, ULYSSES, PIPED),
+    "tiny-olmo3": (TP, RING, PIPED),
     "tiny-phi3": (RING, ULYSSES, ALONE),
     "tiny-gpt-oss": (TP, RING, EXPERTS),
     "tiny-deepseek-v2": (TP, ULYSSES, EXPERTS),

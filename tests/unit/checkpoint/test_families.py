@@ -51,6 +51,7 @@ MODELS = {
     "gemma2": SIZES | {"sliding_window": 5, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 3.0},
     "gemma3_text": SIZES | {"sliding_window": 5, "layer_types": LAYERS, "query_pre_attn_scalar": 10},
     "olmo2": PLAIN,
+    "olmo3": PLAIN | {"sliding_window": 5, "layer_types": LAYERS, "rope_scaling": YARN, "pad_token_id": None},
     "phi3": PLAIN | {"sliding_window": 9, "pad_token_id": None},
     "phi3 long": PHI3_LONG | {"original_max_position_embeddings": 16},  # for which TOKENS are too many
     "phi3 short": PHI3_LONG | {"original_max_position_embeddings": 32},

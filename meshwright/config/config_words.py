@@ -213,6 +213,8 @@ class Windows(NamedTuple):
     full_every: int = 0  # where no list of layers says otherwise
     pattern: str = ""  # the key of it in older files
     switch: bool = False  # another key says whether the window is used
+    first: str = ""  # in older files of these, the key of the first layer that has it
+    listed: bool = True  # a list says which layers have it; else all of them
 
     def read(self, keys: ConfigKeys, found: Fields) -> Fields:
         window = keys.config.get("sliding_window") if keys.config.get("use_sliding_window") is not False else None
@@ -225,9 +227,10 @@ class Windows(NamedTuple):
         if window is None or idle:
             return self._unless_listed(keys)
         every = keys.count(self.pattern) if self.pattern and self.pattern in keys.config else self.full_every
-        if keys.config.get("use_sliding_window") and keys.config.get("layer_types") is None:
-            keys.refuse("use_sliding_window", True, "layer_types beside it, or false")
-        if (kinds := keys.config.get("layer_types")) is not None:
+        kinds = keys.config.get("layer_types") if self.listed else None
+        if kinds is None and self.listed and keys.config.get("use_sliding_window"):
+            kinds = self._unlisted(keys, found["layers"])
+        if kinds is not None:
             found_every = _pattern(kinds, found["layers"])
             if found_every is None:
                 _refuse_list(keys, "layer_types", found, "sliding_attention, with full_attention in every n-th layer")
@@ -235,6 +238,15 @@ class Windows(NamedTuple):
             if every == 1:
                 return NO_WINDOW
         return {"window": keys.count("sliding_window"), "full_every": every}
+
+    def _unlisted(self, keys: ConfigKeys, layers: int) -> list[str]:
+        """The kinds of all layers, of an older file that says in which they begin to have a window."""
+        first = keys.count(self.first, low=0) if self.first else layers
+        if not self.first:
+            keys.refuse("use_sliding_window", True, "layer_types beside it, or false")
+        elif 0 < first < layers:
+            keys.refuse(self.first, first, f"0, for windows in all layers, or {layers}, for none")
+        return ["sliding_attention" if first == 0 else "full_attention"] * layers
 
     def _unless_listed(self, keys: ConfigKeys) -> Fields:
         kinds = keys.config.get("layer_types")
@@ -247,7 +259,7 @@ class Windows(NamedTuple):
     def write(self, arch: Arch) -> dict[str, Any]:
         config: dict[str, Any] = {"sliding_window": arch.window or None}
         config |= {"use_sliding_window": arch.window > 0} if self.switch else {}
-        if self.full_every or self.pattern or (self.switch and arch.window):
+        if self.full_every or self.pattern or (self.switch and self.listed and arch.window):
             windows = [arch.window_of(layer) for layer in range(arch.layers)]
             config["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
         return config

@@ -25,8 +25,8 @@ FAMILIES = (
     *("tiny-gpt-oss", "tiny-deepseek-v3", "tiny-glm4-moe", "tiny-neox", "tiny-mistral", "tiny-cohere", "tiny-granite"),
     *("tiny-smollm3", "tiny-deepseek-v2", "tiny-gemma", "tiny-starcoder2", "tiny-olmo3"),
 )
-
-MASKED = ("data.pack=stream", "data.mask_documents=true")
+# At the rate of the others OLMo-2's norms of outputs multiply rounding a thousandfold in three steps.
+MASKED = ("data.pack=stream", "data.mask_documents=true", "optim.lr=1e-3")
 MASKED_PLANS = ("shard=2,zero=3,recompute=full", "tp=2", "cp=2", "cp=2,cp_kind=ulysses", "pp=2,schedule=zbv")
 
 

@@ -40,6 +40,7 @@ PLANS = {
     "tiny-starcoder2": (TP, RING, PIPED),
 }
 STEPS = ("steps=2",)
+GENTLY = ("optim.lr=1e-3",)  # norms of what sub-layers return multiply rounding, the more so the longer a step
 
 
 @pytest.mark.parametrize("arch", PLANS)
@@ -52,6 +53,14 @@ def test_two_ranks_train_as_one_process_does(folder, arch):  # noqa: F811
 @world(2)
 def test_fewer_heads_of_keys_than_ranks_are_held_by_each(folder):  # noqa: F811
     compare(folder, ("arch.kv_heads=1",), TP, "tiny-qwen2")
+    compare(folder, (*STEPS, "arch.kv_heads=1", *GENTLY), TP, "tiny-olmo2")
+    compare(folder, (*STEPS, "arch.kv_heads=1", "arch.qk_norm=layer", *GENTLY), TP, "tiny-cohere")
+
+
+@world(4)
+def test_two_heads_of_keys_are_each_held_by_two_ranks(folder):  # noqa: F811
+    for arch, words in (("tiny-olmo3", ()), ("tiny-cohere", ("arch.qk_norm=layer",))):
+        compare(folder, (*STEPS, "arch.kv_heads=2", *words, *GENTLY), ("plan.tp=4",), arch)
 
 
 @world(2)

@@ -81,14 +81,30 @@ def proved(name: str, words: Sequence[str], plans: Sequence[str]) -> tuple[list[
 
 
 def joined(others: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Certificates of several parts: those that are beside one reference are one, a plan's last verdict counts."""
+    """Certificates of several parts: those that are beside one reference are one, a plan's last verdict counts.
+
+    One that did not run to its end is left out once it has, beside whatever reference.
+    """
     whole: dict[str, dict[str, Any]] = {}
-    for certificate in [*others, *found]:
+    again = {(masked(certificate), verdict["plan"]) for certificate in found for verdict in certificate["verdicts"]}
+    for certificate in [*(without_late(other, again) for other in others), *found]:
         key = json.dumps({name: value for name, value in certificate.items() if name != "verdicts"}, sort_keys=True)
         before = whole.setdefault(key, certificate | {"verdicts": []})
         verdicts = {verdict["plan"]: verdict for verdict in [*before["verdicts"], *certificate["verdicts"]]}
         before["verdicts"] = list(verdicts.values())
     return list(whole.values())
+
+
+def without_late(certificate: dict[str, Any], again: set[tuple[bool, str]]) -> dict[str, Any]:
+    """A certificate without the plans that did not run to their end, if they have been tried again."""
+    verdicts = certificate["verdicts"]
+    kept = [each for each in verdicts if not each["error"] or (masked(certificate), each["plan"]) not in again]
+    return certificate | {"verdicts": kept}
+
+
+def masked(certificate: Mapping[str, Any]) -> bool:
+    """Whether it is one of several documents in a sequence."""
+    return certificate["run"]["data"]["mask_documents"]
 
 
 def of_pieces(text: str) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from meshwright.spec.problem import Problem
 REQUIRED = object()
 LIMITED = "group_limited_greedy"  # as DeepSeek calls a choice among the experts of a few groups
 Fields = dict[str, Any]
+NO_WINDOW: Fields = {"rope_local_theta": 0.0}  # which is of layers with one
 
 
 class ConfigKeys:
@@ -212,22 +213,40 @@ class Windows(NamedTuple):
     full_every: int = 0  # where no list of layers says otherwise
     pattern: str = ""  # the key of it in older files
     switch: bool = False  # another key says whether the window is used
+    first: str = ""  # in older files of these, the key of the first layer that has it
+    listed: bool = True  # a list says which layers have it; else all of them
 
     def read(self, keys: ConfigKeys, found: Fields) -> Fields:
         window = keys.config.get("sliding_window") if keys.config.get("use_sliding_window") is not False else None
-        if window is None or keys.count("sliding_window") >= found["context"]:
+        # Layers with a window that hides nothing may still have a RoPE of their own.
+        idle = (
+            window is not None
+            and not found.get("rope_local_theta")
+            and keys.count("sliding_window") >= found["context"]
+        )
+        if window is None or idle:
             return self._unless_listed(keys)
         every = keys.count(self.pattern) if self.pattern and self.pattern in keys.config else self.full_every
-        if keys.config.get("use_sliding_window") and keys.config.get("layer_types") is None:
-            keys.refuse("use_sliding_window", True, "layer_types beside it, or false")
-        if (kinds := keys.config.get("layer_types")) is not None:
+        kinds = keys.config.get("layer_types") if self.listed else None
+        if kinds is None and self.listed and keys.config.get("use_sliding_window"):
+            kinds = self._unlisted(keys, found["layers"])
+        if kinds is not None:
             found_every = _pattern(kinds, found["layers"])
             if found_every is None:
                 _refuse_list(keys, "layer_types", found, "sliding_attention, with full_attention in every n-th layer")
             every = found_every or 0
             if every == 1:
-                return {}
+                return NO_WINDOW
         return {"window": keys.count("sliding_window"), "full_every": every}
+
+    def _unlisted(self, keys: ConfigKeys, layers: int) -> list[str]:
+        """The kinds of all layers, of an older file that says in which they begin to have a window."""
+        first = keys.count(self.first, low=0) if self.first else layers
+        if not self.first:
+            keys.refuse("use_sliding_window", True, "layer_types beside it, or false")
+        elif 0 < first < layers:
+            keys.refuse(self.first, first, f"0, for windows in all layers, or {layers}, for none")
+        return ["sliding_attention" if first == 0 else "full_attention"] * layers
 
     def _unless_listed(self, keys: ConfigKeys) -> Fields:
         kinds = keys.config.get("layer_types")
@@ -235,12 +254,12 @@ class Windows(NamedTuple):
         known = ("full_attention", "sliding_attention") if beside else ("full_attention",)
         if kinds is not None and not all(kind in known for kind in _listed(kinds)):
             keys.refuse("layer_types", kinds, "full_attention in every layer, or a sliding_window beside it")
-        return {}
+        return NO_WINDOW
 
     def write(self, arch: Arch) -> dict[str, Any]:
         config: dict[str, Any] = {"sliding_window": arch.window or None}
         config |= {"use_sliding_window": arch.window > 0} if self.switch else {}
-        if self.full_every or self.pattern or (self.switch and arch.window):
+        if self.full_every or self.pattern or (self.switch and self.listed and arch.window):
             windows = [arch.window_of(layer) for layer in range(arch.layers)]
             config["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
         return config
@@ -306,7 +325,7 @@ class Rope(NamedTuple):
 
     theta: str = "rope_theta"
     share: str = "partial_rotary_factor"
-    local: str = ""  # the key of another base for layers with a window
+    local: str = ""  # the key of the base for layers with a window, which are not scaled
     kinds: tuple[str, ...] = ("linear", "llama3", "yarn")
     older: tuple[tuple[str, str], ...] = ()  # other names of kinds, and the ones that they have now
 
@@ -334,6 +353,8 @@ class Rope(NamedTuple):
         choices = {"default": "none"} | {kind: kind for kind in self.kinds} | dict(self.older)
         kind = rope.choice("rope_type" if "rope_type" in stated else "type", choices, "default")
         fields |= {"rope_theta": rope.number("rope_theta"), "rope_scaling": kind}
+        if kind == "none" and fields.get("rope_local_theta") == fields["rope_theta"]:
+            fields["rope_local_theta"] = 0.0  # as all others
         if (share := rope.config.get("partial_rotary_factor")) not in (None, 1):
             fields["rope_share"] = rope.number("partial_rotary_factor", high=1.0) if self.share else 1.0
             if not self.share:
@@ -365,7 +386,12 @@ class Rope(NamedTuple):
         if "longrope" in self.kinds:
             is_long = arch.rope_scaling == "longrope"
             config["original_max_position_embeddings"] = arch.rope_original if is_long else arch.context
-        return config | ({self.local: arch.rope_local_theta} if self.local else {})
+        local = arch.rope_local_theta or arch.rope_theta
+        if self.local == self.theta:  # transformers 5 takes flat keys for layers without a window alone
+            full = {"rope_type": "default"} | (config["rope_scaling"] or {}) | {"rope_theta": arch.rope_theta}
+            of_layers = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+            return config | {"rope_parameters": of_layers}
+        return config | ({self.local: local} if self.local else {})
 
 
 def _scaling(rope: ConfigKeys, kind: str, context: int) -> Fields:

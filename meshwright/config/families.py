@@ -194,8 +194,8 @@ DEEPSEEK = LATE | PLAIN_SCALE | {
     "rope_interleave": True,
     "num_nextn_predict_layers": 0,
 }  # fmt: skip
-QWEN: tuple[Word, ...] = (*SIZES, EPS, SWIGLU, Windows(switch=True), Rope())
-QWEN_ABSENT = LATE | PLAIN_SCALE | {"use_sliding_window": False, "sliding_window": 4096}
+QWEN: tuple[Word, ...] = (*SIZES, EPS, SWIGLU, Windows(switch=True, first="max_window_layers"), Rope())
+QWEN_ABSENT = LATE | PLAIN_SCALE | {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 GEMMA: tuple[Word, ...] = (*SIZES, EPS, Same("embed_scale", "hidden", 0.5), ATTENTION_BIAS)
 GEMMA_SAYS = {"norm_offset": True}
 GEMMA_ABSENT = LATE | {"tie_word_embeddings": True, "attention_bias": False, "head_dim": 256}
@@ -250,7 +250,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(
         model="Qwen3MoeForCausalLM",
         words=(
-            *QWEN, ATTENTION_BIAS, Count("num_experts", "experts", high=LAYER_LIMIT), TOP_K,
+            *SIZES, EPS, SWIGLU, Windows(switch=True, listed=False), Rope(), ATTENTION_BIAS,
+            Count("num_experts", "experts", high=LAYER_LIMIT), TOP_K,
             Count("moe_intermediate_size", "expert_ffn"), Count("decoder_sparse_step", "moe_every"), DenseLayers(),
             Flag("norm_topk_prob", "router_renormalise"), BALANCE,
         ),
@@ -304,6 +305,15 @@ FAMILIES: dict[str, Family] = {
         words=(*SIZES, EPS, SWIGLU, Rope(), ATTENTION_BIAS),
         says={"qk_norm": "full", "norm_position": "output"},
         absent=LATE | PLAIN_SCALE | {"rms_norm_eps": 1e-5, "num_key_value_heads": None},
+        names=AFTER,
+    ),
+    "olmo3": Family(
+        model="Olmo3ForCausalLM",
+        words=(*SIZES, EPS, SWIGLU, Rope(local="rope_theta"), Windows(full_every=4), ATTENTION_BIAS),
+        says={"qk_norm": "full", "norm_position": "output"},
+        absent=LATE | PLAIN_SCALE | {
+            "rms_norm_eps": 1e-5, "num_key_value_heads": None, "rope_theta": 500_000.0, "sliding_window": 4096,
+        },
         names=AFTER,
     ),
     "phi3": Family(

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils import stateless
 
-from meshwright.models.layers import OffsetRMSNorm, accum_dtype
+from meshwright.models.layers import HeadLayerNorm, OffsetRMSNorm, accum_dtype
 from meshwright.parallel.mesh import sum_over
 
 
@@ -88,14 +88,10 @@ class SharedHeads(ParallelStyle):
         assert isinstance(module, nn.Linear), "keys and values are projected"
         for name, weight in list(module.named_parameters(recurse=False)):
             hold(module, name, weight, device_mesh, [Replicate()])
-        width = module.out_features // self.heads
-        first = device_mesh.get_local_rank() * self.heads // device_mesh.size() * width
+        mine = read_head(self.heads, device_mesh)
 
         def forward(input: Tensor) -> Tensor:
-            weight, bias = (
-                None if whole is None else read_partial(whole)[first : first + width]  # pyright: ignore[reportArgumentType]
-                for whole in (module.weight, module.bias)
-            )
+            weight, bias = (None if whole is None else mine(whole) for whole in (module.weight, module.bias))
             assert weight is not None
             return F.linear(entering(input), weight, bias)
 
@@ -103,20 +99,62 @@ class SharedHeads(ParallelStyle):
         return module
 
 
+def read_head(heads: int, device_mesh: DeviceMesh) -> Callable[[Any], Tensor]:
+    """Reads of a weight of all heads, fewer than ranks, the rows of the one that this rank computes."""
+    head, ranks = device_mesh.get_local_rank() * heads // device_mesh.size(), device_mesh.size()
+    assert ranks % heads == 0, "as many ranks for each head"
+
+    def mine(weight: DTensor) -> Tensor:
+        return read_partial(weight).chunk(heads)[head]
+
+    return mine
+
+
+class SharedHeadNorm(ParallelStyle):
+    """LayerNorm of keys' heads, fewer than ranks, of which each holds all weights."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, HeadLayerNorm), "others are split or the same for all heads"
+        hold(module, "weight", module.weight, device_mesh, [Replicate()])
+        mine, compute = read_head(self.heads, device_mesh), module.forward
+
+        def forward(x: Tensor) -> Tensor:
+            with stateless._reparametrize_module(module, {"weight": mine(module.weight)}):
+                return compute(x)
+
+        module.forward = forward
+        return module
+
+
 class SplitNorm(ParallelStyle):
-    """RMSNorm over features that ranks share: the sum of squares is that of all of them."""
+    """RMSNorm over features that ranks share: the sum of squares is that of all of them.
+
+    Where heads are fewer than ranks, several have the same one, and its squares as often in the sum.
+    """
+
+    def __init__(self, heads: int = 0) -> None:
+        super().__init__()
+        self.heads = heads  # 0: each rank has features of its own
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.RMSNorm), "queries and keys have no other norm"
-        hold(module, "weight", module.weight, device_mesh, [Shard(0)])
-        width, eps, group = module.normalized_shape[0], module.eps or 0.0, device_mesh.get_group()
-        offset = isinstance(module, OffsetRMSNorm)
+        hold(module, "weight", module.weight, device_mesh, [Replicate() if self.heads else Shard(0)])
+        eps, group, offset = module.eps or 0.0, device_mesh.get_group(), isinstance(module, OffsetRMSNorm)
+        often = device_mesh.size() // self.heads if self.heads else 1
+        width, mine = (
+            module.normalized_shape[0] * often,
+            read_head(self.heads, device_mesh) if self.heads else read_partial,
+        )
 
         def forward(x: Tensor) -> Tensor:
             wide = x.to(accum_dtype(x))
             square = summed(wide.square().sum(-1, keepdim=True), group) / width
             assert isinstance(module.weight, DTensor)
-            weight = read_partial(module.weight)
+            weight = mine(module.weight)
             return (wide * (square + eps).rsqrt() * (1 + weight if offset else weight)).to(x.dtype)
 
         module.forward = forward

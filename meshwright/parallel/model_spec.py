@@ -27,7 +27,15 @@ from meshwright.models.dropout import Dropout
 from meshwright.models.layers import HeadLayerNorm
 from meshwright.models.lora import DoraLinear, FrozenLinear, LoraLinear
 from meshwright.models.moe import MoELayer
-from meshwright.parallel.local_parts import LocalPart, SharedHeads, SplitNorm, hold, read_partial, reading_locally
+from meshwright.parallel.local_parts import (
+    LocalPart,
+    SharedHeadNorm,
+    SharedHeads,
+    SplitNorm,
+    hold,
+    read_partial,
+    reading_locally,
+)
 from meshwright.parallel.mesh import sum_over
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import Split, params, shares_heads
@@ -212,10 +220,14 @@ def _inside_attention(name: str, split: Split, module: nn.Module) -> ParallelSty
 
 def shared_heads(table: Mapping[str, ParallelStyle], model: nn.Module, tp: int) -> dict[str, ParallelStyle]:
     """A split table where keys and values of fewer heads than ranks are whole on each of them."""
-    found = dict(table)
-    if isinstance(model, Decoder) and shares_heads(model.arch, tp):
-        found |= {name: SharedHeads(model.arch.kv_heads) for name in table if name.endswith((".attn.k", ".attn.v"))}
-    return found
+    if not isinstance(model, Decoder) or not shares_heads(model.arch, tp):
+        return dict(table)
+    heads = model.arch.kv_heads
+    norms: dict[str, ParallelStyle] = {"full": SplitNorm(heads), "layer": SharedHeadNorm(heads)}
+    shared: dict[str, ParallelStyle] = dict.fromkeys((".attn.k", ".attn.v"), SharedHeads(heads))
+    if model.arch.qk_norm in norms:
+        shared[".attn.k_norm"] = norms[model.arch.qk_norm]
+    return {name: shared.get(f".{'.'.join(name.split('.')[-2:])}", style) for name, style in table.items()}
 
 
 def _gathered(arguments: int) -> PrepareModuleInput:

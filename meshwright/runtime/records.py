@@ -24,6 +24,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     mean_loss: float | None = None
     staleness: int | None = None  # updates that a parameter server was ahead of the weights; None: there is none
     balance: float | None = None  # mixtures: mean balance loss of the layers, 1 when experts share evenly
+    # Mixtures: of any expert of any layer, the most and the fewest choices, over an even share: 1 and 1 at best.
+    max_load: float | None = None
+    min_load: float | None = None
     reward_margin: float | None = (
         None  # DPO: mean of beta times how much more than the base the chosen answer is preferred
     )

@@ -217,7 +217,7 @@ def cut_widths(arch: Arch, tp: int) -> dict[str, int]:
         widths["expert_ffn"] = arch.expert_ffn
     if arch.moe_bias:
         widths["hidden"] = arch.hidden
-    if shares_heads(arch, tp) and tp % max(arch.kv_heads, 1) == 0 and arch.qk_norm in ("none", "head"):
+    if shares_heads(arch, tp) and tp % max(arch.kv_heads, 1) == 0:
         del widths["kv_heads"]  # every rank holds them whole, and computes the one that its queries read
     return widths
 
@@ -229,7 +229,7 @@ def cuts_adapters(arch: Arch, tp: int) -> bool:
 
 def held_split(param: Param, arch: Arch, tp: int) -> Split:
     """How so many ranks of tp cut a weight."""
-    shared = shares_heads(arch, tp) and ".attn." in param.name and param.name.split(".")[3] in ("k", "v")
+    shared = shares_heads(arch, tp) and ".attn." in param.name and param.name.split(".")[3] in ("k", "v", "k_norm")
     return Split.NONE if shared else param.split
 
 

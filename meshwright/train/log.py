@@ -46,6 +46,7 @@ from meshwright.spec.units import GIB
 from meshwright.train.loop import EvalResult, StepResult
 from meshwright.train.noise_scale import GradientNoise, estimate, microbatches
 
+LOADS = ("balance", "max_load", "min_load")  # what a mixture tells of its experts
 MOST_PENDING = 2  # steps whose numbers may still be on their way from the device
 LONGEST_QUEUE = 10_000  # records a slow tracker may lag behind; later ones are dropped for it, never for the file
 LAST_SECONDS = 10.0  # a tracker may take at the end
@@ -459,7 +460,7 @@ class Recorder:
     def _record(self, step: Pending) -> StepRecord:
         if step.ready is not None:
             step.ready.synchronize()  # of that step only; later ones continue
-        loss, norm, finite, loss_scale, balance, mean_loss, parts, whole, margin, ahead = step.numbers.tolist()
+        loss, norm, finite, loss_scale, mean_loss, parts, whole, margin, ahead, *load = step.numbers.tolist()
         run, result, before = self.run, step.result, self.timeline.at
         variance = square = None
         if result.noise is not None:
@@ -483,7 +484,7 @@ class Recorder:
             span=result.span,
             skipped=finite == 0.0,
             loss_scale=loss_scale,
-            balance=balance if result.balance is not None else None,
+            **dict(zip(LOADS, load, strict=True) if result.load is not None else ()),
             gradient_variance=variance,
             gradient_square=square,
             mean_loss=mean_loss if result.mean_loss is not None else None,
@@ -520,12 +521,12 @@ def _mark(record: Record) -> tuple[str, int] | None:
 def _fetch(result: StepResult) -> Pending:
     """Start copying a step's numbers to the host, without waiting for them."""
     absent = torch.zeros_like(result.loss)
-    balance = absent if result.balance is None else result.balance
     mean_loss = absent if result.mean_loss is None else result.mean_loss
     noise = result.noise or GradientNoise(absent, absent)
     margin, ahead = (absent, absent) if result.preference is None else result.preference.unbind()
     numbers = (result.loss, result.norm, result.finite, result.loss_scale)
-    values = (*numbers, balance, mean_loss, noise.parts, noise.whole, margin, ahead)
+    load = (absent,) * len(LOADS) if result.load is None else result.load.unbind()
+    values = (*numbers, mean_loss, noise.parts, noise.whole, margin, ahead, *load)
     numbers = torch.stack([value.double() for value in values])
     if not numbers.is_cuda:
         return Pending(result, numbers, None)

@@ -79,7 +79,7 @@ class StepResult:
     norm: Tensor
     finite: Tensor
     loss_scale: Tensor
-    balance: Tensor | None  # mixtures: this rank's mean balance loss
+    load: Tensor | None  # mixtures: this rank's mean balance loss, and its busiest and idlest expert's load
     noise: GradientNoise | None  # where it is measured
     preference: Tensor | None  # DPO: the mean reward margin, and the share of pairs whose chosen answer is ahead
     staleness: int | None  # updates that the weights were behind, where a parameter server has them
@@ -173,7 +173,7 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
             norm=met.norm if met and met.norm is not None else verdict.norm,
             finite=verdict.finite,
             loss_scale=scale,
-            balance=balance(state),
+            load=expert_load(state),
             preference=preferences.told(batch.pairs) if preferences else None,
             noise=noise,
             staleness=outer.staleness,
@@ -241,8 +241,15 @@ def held_sums(run: Run, state: State, mesh: Mesh, loader: Loader) -> tuple[Tenso
     return torch.stack(sums), tokens
 
 
-def balance(state: State) -> Tensor | None:
-    """How evenly the experts of this rank's last microbatch share its tokens: 1 is even."""
+def expert_load(state: State) -> Tensor | None:
+    """How evenly the experts of this rank's last microbatch share its tokens: three numbers, 1 where they do.
+
+    The mean balance loss of its layers, and of all their experts the largest and the smallest load ÷ an even share.
+    """
     seen = [mixture.statistics for chunk in state.chunks for mixture in mixtures(chunk)]
-    values = [statistics[0] for statistics in seen if statistics is not None]
-    return torch.stack(values).mean() if values else None
+    values = [statistics for statistics in seen if statistics is not None]
+    if not values:
+        return None
+    told = torch.stack(values)
+    loads = told[:, 1:] * (told.shape[1] - 1)
+    return torch.stack([told[:, 0].mean(), loads.max(), loads.min()])

@@ -1,12 +1,18 @@
 """Every family of models under plans that meet what it adds: each trains as one process does."""
 
+import math
+
 import pytest
+import torch
+import torch.distributed as dist
 from test_data_parallel import compare, folder  # noqa: F401
-from trials import assert_it_goes_on, digest_before_the_cut, make_corpus, make_run, mesh_of
+from trials import alone, assert_it_goes_on, digest_before_the_cut, make_corpus, make_run, mesh_of
 from worlds import world
 
+from meshwright.models.moe import MoELayer
 from meshwright.parallel import load_bias
 from meshwright.train.build import build
+from meshwright.train.loop import StepResult, train
 
 TP, RING, ULYSSES = ("plan.tp=2",), ("plan.cp=2",), ("plan.cp=2", "plan.cp_kind=ulysses")
 PIPED = ("plan.pp=2", "plan.schedule=zbv", "plan.grad_accum=4")  # of four chunks
@@ -20,6 +26,7 @@ PLANS = {
     "tiny-gemma2": (TP, RING, STAGES),
     "tiny-gemma3": (TP, RING, PIPED),
     "tiny-olmo2": (TP, ULYSSES, PIPED),
+    "tiny-olmo3": (TP, RING, PIPED),
     "tiny-phi3": (RING, ULYSSES, ALONE),
     "tiny-gpt-oss": (TP, RING, EXPERTS),
     "tiny-deepseek-v2": (TP, ULYSSES, EXPERTS),
@@ -33,6 +40,7 @@ PLANS = {
     "tiny-starcoder2": (TP, RING, PIPED),
 }
 STEPS = ("steps=2",)
+GENTLY = ("optim.lr=1e-3",)  # norms of what sub-layers return multiply rounding, the more so the longer a step
 
 
 @pytest.mark.parametrize("arch", PLANS)
@@ -45,6 +53,14 @@ def test_two_ranks_train_as_one_process_does(folder, arch):  # noqa: F811
 @world(2)
 def test_fewer_heads_of_keys_than_ranks_are_held_by_each(folder):  # noqa: F811
     compare(folder, ("arch.kv_heads=1",), TP, "tiny-qwen2")
+    compare(folder, (*STEPS, "arch.kv_heads=1", *GENTLY), TP, "tiny-olmo2")
+    compare(folder, (*STEPS, "arch.kv_heads=1", "arch.qk_norm=layer", *GENTLY), TP, "tiny-cohere")
+
+
+@world(4)
+def test_two_heads_of_keys_are_each_held_by_two_ranks(folder):  # noqa: F811
+    for arch, words in (("tiny-olmo3", ()), ("tiny-cohere", ("arch.qk_norm=layer",))):
+        compare(folder, (*STEPS, "arch.kv_heads=2", *words, *GENTLY), ("plan.tp=4",), arch)
 
 
 @world(2)
@@ -107,3 +123,72 @@ def test_a_load_bias_is_saved_and_resumed_under_another_plan(folder, before, aft
     assert_it_goes_on(digest, run, mesh_of(run.plan), state, place)
     biases = [bias for chunk in state.chunks for bias in load_bias.held(chunk, run.arch).values()]
     assert all(bias.abs().max() > 0 for bias in biases)
+
+
+class Tally:
+    """DeepSeek's rule in plain Python: who a token asks for, by its logits, and where the biases go after a step."""
+
+    def __init__(self, state, arch):
+        self.arch = arch
+        self.layers = {
+            name: module
+            for chunk in state.chunks
+            for name, module in chunk.named_modules()
+            if isinstance(module, MoELayer)
+        }
+        self.bias = {f"blocks.{layer}.mlp": [0.0] * arch.experts for layer in range(arch.layers)}
+        self.asked = {name: [0] * arch.experts for name in self.bias}
+        for name, layer in self.layers.items():
+            layer.route = self.counting(name, layer.route)
+
+    def counting(self, name, route):
+        def count(logits, *others):
+            for token in logits.detach().flatten(0, 1).tolist():
+                for expert in self.chosen(token, self.bias[name]):
+                    self.asked[name][expert] += 1
+            return route(logits, *others)
+
+        return count
+
+    def chosen(self, logits, bias):
+        """The best experts of the best groups, a group being as good as its best two."""
+        arch, scores = self.arch, [1 / (1 + math.exp(-x)) + b for x, b in zip(logits, bias, strict=True)]
+        size = arch.experts // arch.router_groups
+        groups = [range(first, first + size) for first in range(0, arch.experts, size)]
+        groups.sort(key=lambda group: -sum(sorted(scores[expert] for expert in group)[-2:]))
+        among = [expert for group in groups[: arch.router_top_groups] for expert in group]
+        return sorted(among, key=lambda expert: -scores[expert])[: arch.top_k]
+
+    def update(self, ranks):
+        counts = torch.tensor([*self.asked.values()])
+        if ranks > 1:
+            dist.all_reduce(counts)
+        for name, row in zip(self.asked, counts.tolist(), strict=True):
+            steps = [(sum(row) / len(row) > asked) - (sum(row) / len(row) < asked) for asked in row]
+            self.bias[name] = [b + self.arch.router_load_rate * s for b, s in zip(self.bias[name], steps, strict=True)]
+            self.asked[name] = [0] * len(row)
+
+
+@pytest.mark.parametrize("arch", ["tiny-deepseek-v3", "tiny-glm4-moe"])
+@world(2)
+def test_load_biases_move_by_deepseeks_rule_under_every_plan(folder, arch):  # noqa: F811
+    for plan in (("plan.replicate=1",), TP, RING, ULYSSES, EXPERTS, ALONE, STAGES, PIPED):
+        layers = "arch.layers=4" if plan is PIPED else "arch.layers=3"
+        run = make_run(folder, layers, *plan, arch=arch)
+        mesh = mesh_of(run.plan) if run.plan.world > 1 else alone()
+        state = build(run, make_corpus(run, folder), mesh)
+        tally = Tally(state, run.arch)
+        for result in train(run, state, mesh):
+            if not isinstance(result, StepResult):
+                continue
+            assert result.load is not None
+            if run.plan.world == 1:  # one microbatch, of which the record tells
+                loads = [
+                    asked * len(row) / sum(row) for name in tally.layers for row in [tally.asked[name]] for asked in row
+                ]
+                assert result.load[1:].tolist() == pytest.approx([max(loads), min(loads)])
+            tally.update(run.plan.world)
+            for name, layer in tally.layers.items():
+                assert layer.load_bias.tolist() == pytest.approx(tally.bias[name], abs=1e-6), (plan, name)
+        state.loader.close()
+        assert any(map(any, tally.bias.values()))

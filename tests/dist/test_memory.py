@@ -464,6 +464,7 @@ KEPT = {
     "families": [
         ("plan.tp=2", "arch.preset=tiny-qwen3", *BF16),
         ("plan.tp=2", "arch.preset=tiny-olmo2"),
+        ("plan.tp=2", "arch.preset=tiny-olmo2", "arch.kv_heads=1"),
         ("plan.tp=2", "arch.preset=tiny-neox", *BF16),
         ("plan.cp=2", "arch.preset=tiny-cohere"),
         ("plan.tp=2", "arch.preset=tiny-cohere", "arch.qk_norm=layer", *BF16),

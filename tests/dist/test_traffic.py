@@ -159,6 +159,8 @@ TWO = {
         ("plan.tp=2", "arch.preset=tiny-gemma2", *BF16),
         ("plan.tp=2", "arch.preset=tiny-cohere", "arch.qk_norm=layer", *BF16),
         ("plan.tp=2", "arch.kv_heads=1", *BF16, *TWICE),
+        ("plan.tp=2", "arch.kv_heads=1", "arch.preset=tiny-olmo2", *BF16),
+        ("plan.tp=2", "arch.kv_heads=1", "arch.preset=tiny-cohere", "arch.qk_norm=layer"),
         ("plan.tp=2", "arch.preset=tiny-gpt-oss", *TWICE),
         ("plan.tp=2", "arch.preset=tiny-deepseek-v3", *BF16),
         ("plan.cp=2", "arch.preset=tiny-deepseek-v3", *BF16),

@@ -47,10 +47,12 @@ MODELS = {
     "qwen2": PLAIN | {"rope_scaling": YARN | {"rope_theta": 500.0}},
     "qwen3": SIZES | {"use_sliding_window": True, "sliding_window": 6, "layer_types": LAYERS},
     "qwen3_moe": SIZES | EXPERTS | {"num_experts": 5, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    "qwen3_moe windows": SIZES | EXPERTS | {"num_experts": 4, "use_sliding_window": True, "sliding_window": 6},
     "gemma": SIZES,
     "gemma2": SIZES | {"sliding_window": 5, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 3.0},
     "gemma3_text": SIZES | {"sliding_window": 5, "layer_types": LAYERS, "query_pre_attn_scalar": 10},
     "olmo2": PLAIN,
+    "olmo3": PLAIN | {"sliding_window": 5, "layer_types": LAYERS, "rope_scaling": YARN, "pad_token_id": None},
     "phi3": PLAIN | {"sliding_window": 9, "pad_token_id": None},
     "phi3 long": PHI3_LONG | {"original_max_position_embeddings": 16},  # for which TOKENS are too many
     "phi3 short": PHI3_LONG | {"original_max_position_embeddings": 32},

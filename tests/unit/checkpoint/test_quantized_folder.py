@@ -89,6 +89,72 @@ def test_fp8_is_read_as_transformers_dequantizes_it(stored, transformers):
     assert torch.equal(dequantized_fp8(*whole), Fp8Dequantize(None)._dequantize_one(*whole, torch.bfloat16))
 
 
+DEEPSEEK = {
+    **{"vocab_size": 61, "hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128},
+    **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64},
+    **{"q_lora_rank": 128, "kv_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+}
+GPT_OSS = {
+    **{"vocab_size": 61, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def as_fp8(tensors):
+    for name in [name for name in tensors if name.endswith(("proj.weight", "_mqa.weight"))]:
+        scale = 0.1 * torch.rand([-(-size // 128) for size in tensors[name].shape])
+        tensors |= {name: torch.randn(tensors[name].shape).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+    return tensors
+
+
+def as_mxfp4(tensors):
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(115, 128, blocks.shape[:-1], dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "quantize", "method"),
+    [
+        ("DeepseekV3", DEEPSEEK, as_fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        ("GptOss", GPT_OSS, as_mxfp4, {"quant_method": "mxfp4"}),
+    ],
+    ids=["fp8", "mxfp4"],
+)
+def test_a_quantized_folder_is_the_model_that_transformers_loads(name, keys, quantize, method, tmp_path, transformers):
+    torch.manual_seed(4)
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    plain = kind(kind.config_class(**keys, bos_token_id=None, eos_token_id=None)).to(torch.bfloat16)
+    plain.save_pretrained(tmp_path / "quantized")
+    file, config = (tmp_path / "quantized" / file for file in ("model.safetensors", "config.json"))
+    save_file(quantize(load_file(file)), file, {"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": method}))
+    settings = {"fp8": transformers.FineGrainedFP8Config, "mxfp4": transformers.Mxfp4Config}[method["quant_method"]]
+    loaded = kind.from_pretrained(
+        tmp_path / "quantized", quantization_config=settings(dequantize=True), dtype=torch.bfloat16
+    )
+    plain.load_state_dict(loaded.state_dict())
+    plain.save_pretrained(tmp_path / "theirs")
+    mine, theirs = open_folder(tmp_path / "quantized"), open_folder(tmp_path / "theirs")
+    assert mine.arch == theirs.arch
+    assert all(torch.equal(mine.tensor(name), theirs.tensor(name)) for name in theirs.shapes)
+
+
+@pytest.mark.parametrize("shape", [(192, 256), (576, 200), (100, 130)])
+def test_blocks_that_are_cut_short_keep_their_own_scale(shape):
+    codes = torch.randn(shape).to(torch.float8_e4m3fn)
+    scale = torch.rand([-(-size // 128) for size in shape])
+    wanted = codes.float()
+    for row in range(0, shape[0], 128):  # as DeepSeek's own code has them, of which transformers takes whole ones alone
+        for column in range(0, shape[1], 128):
+            wanted[row : row + 128, column : column + 128] *= scale[row // 128, column // 128]
+    assert torch.equal(dequantized_fp8(codes, scale), wanted.bfloat16())
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [

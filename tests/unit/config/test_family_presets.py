@@ -38,6 +38,8 @@ COUNTS = {
     "olmo2-7b": 7_298_617_344,
     "olmo2-13b": 13_716_198_400,
     "olmo2-32b": 32_234_279_936,
+    "olmo3-7b": 7_298_011_136,
+    "olmo3-32b": 32_233_522_176,
     "phi3-mini": 3_821_079_552,
     "phi3-medium": 13_960_238_080,
     "phi4": 14_659_507_200,
@@ -93,6 +95,7 @@ TINY = {
     "tiny-gemma2": "gemma2",
     "tiny-gemma3": "gemma3_text",
     "tiny-olmo2": "olmo2",
+    "tiny-olmo3": "olmo3",
     "tiny-gpt-oss": "gpt_oss",
     "tiny-deepseek-v2": "deepseek_v2",
     "tiny-deepseek-v3": "deepseek_v3",
@@ -173,6 +176,30 @@ def test_files_as_they_are_published_are_read(config, parameters):
     assert count(arch) == parameters
     assert arch.window == (1024 if config["model_type"] == "gemma3" else 0)
     assert is_exportable(arch)
+
+
+@pytest.mark.parametrize(
+    ("change", "window", "local"),
+    [
+        ({"sliding_window": 512, "max_position_embeddings": 512}, 512, 10_000.0),  # which still has its own RoPE
+        ({"sliding_window": None, "layer_types": ["full_attention"] * 34}, 0, 0.0),
+        ({"rope_theta": 10_000.0}, 4096, 0.0),  # all layers have the same
+    ],
+)
+def test_a_base_of_layers_with_a_window_is_there_as_long_as_they_are(change, window, local):
+    arch = arch_of(SMALL_TEXT | change)
+    assert (arch.window, arch.rope_local_theta) == (window, local)
+    assert arch_of(config_of(arch)) == arch
+
+
+def test_olmo3_scales_layers_without_a_window_alone():
+    arch = preset("olmo3-7b")
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    flat = config_of(arch) | {"rope_theta": 500_000.0, "rope_scaling": yarn}  # as published, for transformers 4
+    bases = [{"rope_theta": 500_000.0, "rope_type": "default"}, {"rope_theta": 500_000.0} | yarn]
+    nested = flat | {"rope_parameters": dict(zip(("sliding_attention", "full_attention"), bases, strict=True))}
+    del flat["rope_parameters"], nested["rope_scaling"], nested["rope_theta"]
+    assert arch_of(flat) == arch_of(nested) == arch
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -83,6 +83,19 @@ def test_mistral_is_llama_unless_its_window_is_short():
     assert arch_of(mistral).window == 4096  # transformers assumes it
 
 
+def test_older_files_of_qwen_say_in_which_layer_windows_begin():
+    qwen = LLAMA | {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 2048}
+    assert arch_of(qwen | {"max_window_layers": 0}).window == 2048
+    assert arch_of(qwen | {"max_window_layers": 32}).window == 0
+    assert "max_window_layers = 28" in refused(qwen)  # transformers assumes it
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    mixture = arch_of(qwen | experts | {"max_window_layers": 32})
+    assert (mixture.window, mixture.full_every) == (2048, 0)  # whatever that key, or a list of layers, says
+    every_second = msgspec.structs.replace(mixture, full_every=2)
+    with pytest.raises(InputError, match="full_every"):
+        config_of(every_second)
+
+
 @pytest.mark.parametrize(
     ("change", "key"),
     [

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from chats import byte_level
 from commands import meshwright
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from meshwright.data.template import NAMED
 
@@ -19,6 +18,9 @@ RECORDS = [
 
 
 def test_the_recipe_trains_answers_and_goes_back_with_all_its_files(tmp_path):
+    # More than a second, of every worker that collects it.
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
     lexicon = byte_level(("<s>", "</s>"), begin="<s>")
     folder = tmp_path / "llama-tiny"
     torch.manual_seed(0)

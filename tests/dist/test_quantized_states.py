@@ -101,11 +101,6 @@ def test_four_ranks_have_the_codes_of_one(folder, states):
     compare(folder, states, ("shard=4,zero=3,ep=2", "shard=2,zero=3,tp=2,ep=2"), arch="tiny-moe")
 
 
-@world(8)
-def test_eight_ranks_have_the_codes_of_one(folder):
-    compare(folder, "int8", ("replicate=2,shard=2,zero=3,tp=2",))
-
-
 @pytest.mark.parametrize("states", DTYPES)
 @world(2)
 def test_blocks_of_a_rank_alone_would_have_other_codes(folder, states):
@@ -175,7 +170,8 @@ HELD = (
 @pytest.mark.parametrize("states", ALL)
 @world(4)
 def test_four_ranks_send_and_hold_what_the_planner_says(folder, states):
-    held = HELD if states in DTYPES else HELD[1:3]
+    # Of int4, whose codes share bytes, what comes out uneven and what has experts; of fp8, cut as int4, some of both.
+    held = {"int8": HELD, "int4": (*HELD[:2], *HELD[-2:]), "fp8": HELD[1:3]}[states]
     found = [text for words in held for text in surprises_of_a_step(folder, (f"optim.state_dtype={states}", *words))]
     assert not found
 

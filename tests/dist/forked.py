@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from waiting import HANG
-from worlds import SERVER
+from worlds import RARELY, SERVER
 
 
 def run(words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -41,6 +41,7 @@ def _program(words: list[str], folder: Path, environment: dict[str, str], output
     os.chdir(folder)
     sys.argv[1:] = words
     gc.freeze()  # what was there before is never garbage; looking at it would copy its pages
+    gc.set_threshold(*RARELY)  # of its ranks too, which are forked from here
     ranks: Any = import_module("meshwright.runtime.ranks")
     ranks.SERVER = multiprocessing.get_context("fork")
     ranks.subprocess.Popen = _start

@@ -7,7 +7,6 @@ import torch
 from chats import byte_level
 from commands import meshwright
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from meshwright.data.template import NAMED
 
@@ -22,6 +21,9 @@ RECORDS = [
 
 def a_base(tmp_path: Path) -> tuple[Path, Tokenizer]:
     """A tiny Llama and its folder, and the records beside it."""
+    # Here, as it takes more than a second, of every worker that collects this file.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     lexicon = byte_level(("<s>", "</s>"), begin="<s>")
     folder = tmp_path / "llama-tiny"
     torch.manual_seed(0)
@@ -54,6 +56,8 @@ def test_the_recipe_with_lora_trains_an_adapter_that_merges(tmp_path):
 
 
 def test_the_recipe_trains_answers_and_goes_back_with_all_its_files(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     folder, lexicon = a_base(tmp_path)
     own = (f"init.from={folder}", f"data.source={tmp_path}/alpaca_data.json", *SMALL, "plan.grad_accum=1")
 

@@ -14,6 +14,7 @@ from test_traffic import level
 from trials import CPU, corpus_file, drive, losses_of, made, make_corpus, make_run, mesh_of
 from worlds import world
 
+from meshwright.config.run import Run
 from meshwright.cost.layout import layout_of
 from meshwright.cost.rank_view import RankView
 from meshwright.cost.resident import states, sync_bytes
@@ -255,13 +256,17 @@ SENT = {
 }
 
 
-def sent_otherwise(folder: Path, *words: str) -> list[str]:
-    """Where the steps of a whole interval differ from the arithmetic: one by one between syncs, and in all."""
+def surprises(folder: Path, *words: str) -> list[str]:
+    """Where a rank differs from the arithmetic: in what it holds after a sync, and in what it sends.
+
+    That is compared over a whole interval, one by one between syncs, and in all.
+    """
     run, mesh, state = made(make_run(folder, *SMALL, *words), folder, CPU)
     said = traffic(run.arch, run.plan, run.sequence, place=mesh.place)
     every, steps, total, found = run.plan.sync_every, train(run, state, mesh), Counter[Call](), list[str]()
     for _ in range(every):  # what is made at first use
         next(steps)
+    found += held_otherwise(run, mesh, state)
     for step in range(every + 1, 2 * every + 1):
         with observing() as seen:
             next(steps)
@@ -277,32 +282,27 @@ def sent_otherwise(folder: Path, *words: str) -> list[str]:
     return [*found, *(f"{run.plan}: {call}: {times}" for call, times in total.items() if times)]
 
 
-@world(2)
-def test_two_replicas_send_what_the_plan_implies_and_mostly_nothing(folder):
-    assert not [text for words in SENT[2] for text in sent_otherwise(folder, *words)]
-
-
-@world(4)
-def test_four_ranks_send_what_the_plan_implies(folder):
-    assert not [text for words in SENT[4] for text in sent_otherwise(folder, *words)]
-
-
-def held_otherwise(folder: Path, *words: str) -> list[str]:
+def held_otherwise(run: Run, mesh: Mesh, state: State) -> list[str]:
     """Where what a rank holds after a sync differs from the ledger."""
-    run, mesh, state = made(make_run(folder, *SMALL, *words), folder, CPU)
-    steps = train(run, state, mesh)
-    for _ in range(run.plan.sync_every):
-        next(steps)
     layout = layout_of(run.plan)
     said = {line.name: line.bytes for line in states(run.arch, run.plan, mesh.place, layout)}
     seen = {"outer_states": 0} | held(state, layout)
-    state.loader.close()
     names = ("moments", "outer_states")  # weights and gradients are padded
     return [
         f"{run.plan}: {name}: {seen[name]}, not {said.get(name, 0)}"
         for name in names
         if seen[name] != said.get(name, 0)
     ]
+
+
+@world(2)
+def test_two_replicas_send_and_hold_what_the_plan_implies_and_mostly_send_nothing(folder):
+    assert not [text for words in SENT[2] for text in surprises(folder, *words)]
+
+
+@world(4)
+def test_four_ranks_send_and_hold_what_the_plan_implies(folder):
+    assert not [text for words in SENT[4] for text in surprises(folder, *words)]
 
 
 @pytest.mark.parametrize(
@@ -330,16 +330,6 @@ def test_a_sync_makes_what_the_ledger_says(folder, words, least):
     said = sync_bytes(RankView(arch=run.arch, plan=run.plan, sequence=0, place=mesh.place))
     assert least * said <= peak <= said
     state.loader.close()
-
-
-@world(2)
-def test_two_replicas_hold_what_the_plan_implies(folder):
-    assert not [text for words in SENT[2] for text in held_otherwise(folder, *words)]
-
-
-@world(4)
-def test_four_ranks_hold_what_the_plan_implies(folder):
-    assert not [text for words in SENT[4] for text in held_otherwise(folder, *words)]
 
 
 @world(2)

@@ -176,7 +176,8 @@ HELD = (
 @pytest.mark.parametrize("states", ALL)
 @world(4)
 def test_four_ranks_send_and_hold_what_the_planner_says(folder, states):
-    held = HELD if states in DTYPES else HELD[1:3]
+    # Of int4, whose codes share bytes, what comes out uneven and what has experts; of fp8, cut as int4, some of both.
+    held = {"int8": HELD, "int4": (*HELD[:2], *HELD[-2:]), "fp8": HELD[1:3]}[states]
     found = [text for words in held for text in surprises_of_a_step(folder, (f"optim.state_dtype={states}", *words))]
     assert not found
 

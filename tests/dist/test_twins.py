@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 from readable_ddp import Replicated
 from test_data_parallel import TOLERANCE, folder  # noqa: F401
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from trials import CPU, drive, make_corpus, make_run, mesh_of
 from worlds import world
@@ -46,6 +45,8 @@ def by_torch(run, corpus, *, zero):
     """DistributedDataParallel, with AdamW whole or its states sharded (ZeRO-1)."""
     model = DistributedDataParallel(plain(run))
     if zero:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # half a second, of every worker that collects it
+
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, weight_decay=0.0, **settings(run))
     else:
         optimizer = torch.optim.AdamW(groups(model, run), **settings(run))

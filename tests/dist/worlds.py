@@ -5,10 +5,12 @@ Those of one file share them: what torch makes at first use, and remembers by sh
 
 import faulthandler
 import functools
+import gc
 import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +25,9 @@ from meshwright.runtime.ranks import SERVER, Crew, RankError
 SERVER.set_forkserver_preload(["meshwright.verify.evidence", "meshwright.train.rank", "pytest", "hypothesis"])
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
+# How many new objects there are before some are searched for garbage: after every 700, as by default, a tenth of a
+# short run is spent to find next to none.
+RARELY = (20_000, 10, 10)
 WORLDS: dict[tuple[Path, int], Crew] = {}  # of this process, by a test file and the number of ranks
 
 
@@ -69,11 +74,34 @@ class Bodies:
             import torch.distributed as dist
 
             torch.set_num_threads(1)
+            gc.set_threshold(*RARELY)
+            share_a_device()
             store = dist.FileStore(place.store, place.world)
             dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world)
             self.module = _load(self.file)
         faulthandler.dump_traceback_later(0.95 * HANG)  # to standard error, should it hang
         getattr(self.module, name).__wrapped__(**arguments)
+
+
+def share_a_device() -> None:
+    """Let all groups of this process have one device of Gloo's.
+
+    A device is a thread that wakes up a hundred times a second for as long as its group lives, and plans of many
+    shapes have many groups, most of which nobody uses now.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    group = distributed_c10d.ProcessGroupGloo
+    device = group.create_default_device()
+
+    class SharingGroup(group):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = group._Options()
+            options._devices, options._timeout = [device], timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = SharingGroup
 
 
 def _load(file: Path) -> ModuleType:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from chats import SPECIAL, byte_level, turns
 from tokenizers import Tokenizer
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from meshwright.data.conversation import conversation
 from meshwright.data.mask import Masker
@@ -38,6 +37,9 @@ def in_parts(messages: list[dict]) -> list[dict]:
 
 def rendered(source: str, messages: list[dict], **how: bool) -> tuple[str, list[tuple[int, int]]]:
     """What transformers makes of messages, and the spans of its own generation marks."""
+    # More than a second, of every worker that collects it.
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     (text,), spans = render_jinja_template(
         [messages], chat_template=source, return_assistant_tokens_mask=bool(how.pop("marks", False)), **how, **NAMES
     )

@@ -16,7 +16,7 @@ from meshwright.hardware.stacks import stacks
 from meshwright.verify.collectives import Call
 from meshwright.verify.trace import DryRunStep, TraceReport, _calls, even, following, lines, stored, trace, traceable
 
-BASE = ("arch.preset=tiny", "arch.layers=4", "arch.hidden=256", "sequence=256", "batch=16", "plan.precision=bf16")
+BASE = ("arch.preset=tiny", "arch.layers=2", "arch.hidden=256", "sequence=256", "batch=16", "plan.precision=bf16")
 MOE = ("arch.preset=tiny-moe",)
 
 
@@ -59,7 +59,7 @@ def traced(*words: str, rank: int | None = None) -> TraceReport:
         ("plan.cp=2", "plan.cp_kind=ulysses", "data.mask_documents=true"),
         ("plan.cp=2", "plan.cp_kind=ring"),
         ("plan.pp=2", "plan.grad_accum=4", "arch.tied=true"),
-        ("plan.pp=2", "plan.grad_accum=4", "plan.schedule=zbv", "plan.shard=2", "plan.zero=1"),
+        ("plan.pp=2", "plan.grad_accum=4", "plan.schedule=zbv", "plan.shard=2", "plan.zero=1", "arch.layers=4"),
         (*MOE, "plan.shard=4", "plan.zero=3", "plan.ep=2"),
         (*MOE, "plan.tp=2"),
         (*MOE, "plan.tp=2", "adapter.kind=lora"),

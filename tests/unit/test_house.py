@@ -56,9 +56,14 @@ def reads(tree: ast.Module, field: str) -> bool:
     )
 
 
+def reader(name: str) -> str:
+    """Who reads, as it is counted: the rules between fields are one reader, however many files they are in."""
+    return "config/rules" if name == "config/check.py" or name.startswith("config/rules/") else name
+
+
 @pytest.mark.parametrize("field", OPTIONAL)
 def test_few_files_read_an_optional_field_of_a_plan(field):
-    readers = [name for name, tree in trees().items() if reads(tree, field)]
+    readers = {reader(name) for name, tree in trees().items() if reads(tree, field)}
     assert readers, "a field that nobody reads is dead"
     assert len(readers) <= READERS, readers
 

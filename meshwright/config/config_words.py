@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from meshwright.config.arch_rules import ARCH_LIMIT
+from meshwright.config.rules.arch import ARCH_LIMIT
 from meshwright.spec.arch import Arch
 from meshwright.spec.problem import Problem
 

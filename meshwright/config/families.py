@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.config.arch_rules import LAYER_LIMIT
 from meshwright.config.config_words import (
     Choice,
     Count,
@@ -27,6 +26,7 @@ from meshwright.config.config_words import (
     Windows,
     Word,
 )
+from meshwright.config.rules.arch import LAYER_LIMIT
 
 SILU = (("silu", "swiglu"), ("swish", "swiglu"))
 TANH = (("gelu_pytorch_tanh", "geglu_tanh"), ("gelu", "geglu"))

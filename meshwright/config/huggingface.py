@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from meshwright.config import check
-from meshwright.config.arch_rules import ARCH_LIMIT, endless
 from meshwright.config.config_words import ConfigKeys, Same, unsupported
 from meshwright.config.families import FAMILIES, Family
+from meshwright.config.rules.arch import ARCH_LIMIT, endless
 from meshwright.config.run import Run
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params

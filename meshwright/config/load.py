@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 
 from meshwright.config import check, schema
-from meshwright.config.arch_rules import endless
 from meshwright.config.huggingface import shape_differences
 from meshwright.config.presets import complete, preset_names, preset_table, unknown_preset
 from meshwright.config.renamed import is_recorded, new_name, translated
+from meshwright.config.rules.arch import endless
 from meshwright.config.run import Run
 from meshwright.config.weights import describe, with_ahead
 from meshwright.spec.arch import Arch

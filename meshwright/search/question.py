@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from meshwright.config.tuning import multiplies_codes
+from meshwright.config.rules.tuning import multiplies_codes
 from meshwright.cost.flops import document_span
 from meshwright.cost.job import Job, MasterWeights, StateDtype
 from meshwright.hardware.cluster import Cluster

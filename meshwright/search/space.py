@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeVar, cast, get_args
 import msgspec
 
 from meshwright.config import check
+from meshwright.config.rules.tuning import TUNED_PLAN_RULES, cuts_tuned, idle_stage
 from meshwright.config.run import Optim, Run
-from meshwright.config.tuning import TUNED_PLAN_RULES, cuts_tuned, idle_stage
 from meshwright.search.question import Question, variants
 from meshwright.spec.arch import Arch
 from meshwright.spec.optimizers import DESCRIPTIONS

@@ -1,15 +1,109 @@
-"""Rules of lossy communication: gradients and weights that are rounded or factored on their way, and ZeRO++'s hpZ."""
+"""Rules of communication that is rare, rounded or asynchronous: local SGD, DiLoCo, PowerSGD, ZeRO++, staleness."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from meshwright.config.run import Run
+from meshwright.config.run import Optim, Run
 from meshwright.spec.communication import BITS, MOST_TP, block_length, factors
+from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.params import Param, Split, params
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import Problem
 
 
-def rules(run: Run) -> Iterator[Problem]:
+def _outer(run: Run) -> Iterator[Problem]:
+    """Replicas that sync every so many steps."""
+    plan, optim, key = run.plan, run.optim, "plan.sync_every"
+    if plan.sync_every <= 1:
+        yield from _no_outer(run)
+        return
+    stated = f"{key} = {plan.sync_every}"
+    if plan.replicate == 1:
+        what = f"{stated} (plan.outer = {plan.outer}) is for replicas that sync rarely, and plan.replicate = 1"
+        yield Problem(what, f"set plan.replicate to 2 or more, or leave {key} out", key)
+    if plan.sync_every > run.steps:
+        what = f"{stated} is more than the steps = {run.steps} of the run: replicas would never sync before its end"
+        yield Problem(what, f"use {key} of at most {run.steps}, or more steps", key)
+    if optim.sync_warmup >= run.steps:
+        what = f"optim.sync_warmup = {optim.sync_warmup} is not shorter than the run, whose steps = {run.steps}"
+        yield Problem(what, f"use at most {run.steps - 1}, or leave {key} out", "optim.sync_warmup")
+    most = min(plan.sync_every, run.arch.layers)
+    if plan.outer_fragments > most:
+        what = f"plan.outer_fragments = {plan.outer_fragments} is more than the layers, or the steps between two syncs"
+        yield Problem(what, f"use at most {most}", "plan.outer_fragments")
+    if plan.outer == "average":
+        yield from _idle_keys(run, "plan.outer = average takes no outer step", "set plan.outer = diloco or slowmo")
+    yield from _outer_beside(run, stated)
+
+
+def _no_outer(run: Run) -> Iterator[Problem]:
+    """What would be ignored without an outer loop."""
+    remedy = "set plan.sync_every to 2 or more"
+    for name in ("outer_fragments", "outer_quant"):
+        if run.plan.uses(name) and run.plan.sync_every == 1:
+            what = f"plan.{name} = {getattr(run.plan, name)} is of an outer loop, and plan.sync_every = 1 has none"
+            yield Problem(what, f"{remedy}, or leave plan.{name} out", f"plan.{name}")
+    yield from _idle_keys(run, "plan.sync_every = 1 is plain training, without an outer loop", remedy)
+    if run.optim.sync_warmup > 0:
+        what = f"optim.sync_warmup = {run.optim.sync_warmup} is of an outer loop, and plan.sync_every = 1 has none"
+        yield Problem(what, f"{remedy}, or leave optim.sync_warmup out", "optim.sync_warmup")
+
+
+def _staleness(run: Run) -> Iterator[Problem]:
+    """Asynchronous replicas with a parameter server."""
+    plan, key, spec = run.plan, "plan.staleness", OPTIMIZERS[run.optim.name]
+    if plan.staleness is None:
+        return
+    stated, without = f"{key} = {plan.staleness}", f"leave {key} out"
+    if plan.staleness < 0:
+        yield Problem(f"{stated} is negative", "give it a whole number of at least 0; 0 is synchronous", key)
+    if plan.replicate == 1:
+        what = f"{stated} is for replicas that do not wait for each other, and plan.replicate = 1"
+        yield Problem(what, f"set plan.replicate to 2 or more, or {without}", key)
+    others = dict.fromkeys(("shard", "tp", "cp", "pp", "ep", "sync_every"), 1)
+    others |= {"zero": 0, "deterministic": False, "cpu_offload": False, "optimizer_offload": "none"}
+    for name, neutral in others.items():
+        if getattr(plan, name) != neutral:
+            what = f"{stated} is for replicas of whole models, each in its own time, without plan.{name}"
+            yield Problem(what, f"leave plan.{name} out, or {without}", key)
+    if plan.precision == "fp16":
+        what = f"{stated} has no step in which all ranks agree on the loss scale of plan.precision = fp16"
+        yield Problem(what, f"use plan.precision = bf16, or {without}", key)
+    if spec.whole or run.optim.state_dtype != "fp32" or run.optim.master_weights != "fp32":
+        what = f"{stated} keeps fp32 rows of weights and states on the hosts, and its update is by elements"
+        elementwise = ", ".join(name for name, each in OPTIMIZERS.items() if not each.whole)
+        remedy = f"use {elementwise} with optim.state_dtype and optim.master_weights = fp32, or {without}"
+        yield Problem(what, remedy, key)
+
+
+def _idle_keys(run: Run, what: str, remedy: str) -> Iterator[Problem]:
+    for name in ("outer_lr", "outer_momentum"):
+        if getattr(run.optim, name) != getattr(Optim(), name):
+            value = f"optim.{name} = {getattr(run.optim, name):g} is not used: {what}"
+            yield Problem(value, f"{remedy}, or leave optim.{name} out", f"optim.{name}")
+
+
+def _outer_beside(run: Run, stated: str) -> Iterator[Problem]:
+    """What replicas that sync rarely cannot be combined with."""
+    plan, key = run.plan, "plan.sync_every"
+    if plan.deterministic:
+        what = f"plan.deterministic has the same bits for every plan.replicate, which {stated} makes other mathematics"
+        yield Problem(what, "leave one of them out", key)
+    if plan.cpu_offload:
+        what = f"{stated} syncs weights on the device, and plan.cpu_offload keeps them in host memory"
+        yield Problem(what, "leave one of them out; plan.zero = 3 shards weights over plan.shard ranks", key)
+    if run.optim.master_weights != "fp32":
+        what = f"{stated} averages fp32 master weights, and optim.master_weights = {run.optim.master_weights} has none"
+        yield Problem(what, "leave one of them out", key)
+    cut = [param for param in params(run.arch) if cuts_a_block(param, plan)] if plan.outer_quant != "none" else []
+    if cut:
+        what = f"plan.tp = {plan.tp} cuts {cut[0].name} within a block of {block_length(cut[0].shape[-1])} elements"
+        remedy = f"use plan.tp up to {MOST_TP} of rows that are a multiple of it, or leave plan.outer_quant out"
+        yield Problem(
+            f"{what}, which share a scale of plan.outer_quant = {plan.outer_quant}", remedy, "plan.outer_quant"
+        )
+
+
+def _lossy(run: Run) -> Iterator[Problem]:
     """What is wrong with how a plan's ranks round what they send."""
     plan = run.plan
     if plan.reduces_lossily:
@@ -181,3 +275,10 @@ def warnings(run: Run) -> Iterator[str]:
             f"plan.powersgd = {rank}: the factors have {sent:,} elements and the matrices {whole:,}, so replicas send "
             "more than without it. Ranks of 1 to 8 are usual."
         )
+
+
+COMMUNICATION_RULES: tuple[Callable[[Run], Iterator[Problem]], ...] = (
+    _outer,
+    _staleness,
+    _lossy,
+)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from meshwright.config import check
+from meshwright.config.rules import plan as rules
 from meshwright.parallel import compile
 from meshwright.parallel.model_spec import ModelSpec
 from meshwright.spec.plan import Plan
@@ -22,6 +22,6 @@ def test_off_is_identity():
 
 
 def test_a_rank_without_a_compiler_says_so(monkeypatch):
-    monkeypatch.setattr(check, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(rules, "COMPILERS", ("no-such-compiler",))
     with pytest.raises(InputError, match="needs a C\\+\\+ compiler"):
         compile.wrap(nn.Linear(2, 2), Plan(microbatch=1, compile=True), NOBODY, ModelSpec())

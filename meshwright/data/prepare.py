@@ -206,9 +206,10 @@ def described(run: Run, corpus: Corpus) -> Iterator[str]:
         if report is not None and corpus.tokenizer is not None:
             yield from _described_chat(report, tokenize.load(corpus.tokenizer))
         if filler > MUCH_FILLER:
+            pack = "" if run.data.pack == "best_fit" else "data.pack=best_fit lays several documents in a sample, or "
             yield (
-                f"warning: {filler:.0%} of {one.source} is filler, computed and not learnt from: data.pack=best_fit "
-                f"lays several documents in a sample, or use a shorter sequence"
+                f"warning: {filler:.0%} of {one.source} is filler, computed and not learnt from: {pack}use a shorter "
+                f"sequence"
             )
 
 

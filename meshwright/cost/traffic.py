@@ -331,8 +331,9 @@ def _routers_over_cp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     passes: tuple[tuple[Kind, int], ...] = (("all_gather", forward), ("reduce_scatter", backward))
     for kind, count in passes:
         yield Collective(kind=kind, axis="cp", count=count, bytes=tokens * view.arch.experts * view.wide)
-    if view.arch.router == "gshard":
-        yield Collective(kind="all_gather", axis="cp", count=forward, bytes=tokens * DRAW_BYTES)
+    if view.arch.router == "gshard":  # the reference of DPO draws nothing
+        draws = (part.mixtures + part.recomputed.mixtures) * view.plan.grad_accum
+        yield Collective(kind="all_gather", axis="cp", count=draws, bytes=tokens * DRAW_BYTES)
 
 
 def _mixture_passes(part: StageLayers, view: RankView) -> tuple[int, int]:
@@ -559,7 +560,7 @@ def _over_shard(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     _, shards = grid(group, view.plan)
     if shards == 1:
         return
-    axis: Axis = "expert_shard" if group.shared_by_ep else "shard"
+    axis = shard_axis(group)
     root = group.params[0].layer < 0
     compared = view.arch.compared and not view.arch.copies_reference
     count = group.count * gathers(group.stage, view.plan, root, compared)
@@ -586,8 +587,13 @@ def _reference_over_shard(view: RankView) -> Iterator[Collective]:
     for group in groups(copied):
         _, shards = grid(group, view.plan)
         count = group.count * reference_gathers(view.plan, group.params[0].layer < 0) if shards > 1 else 0
-        size = gathered_bytes(group, copied)
-        yield Collective(kind="all_gather", axis="shard", count=count, bytes=size, overlappable=True)
+        size, axis = gathered_bytes(group, copied), shard_axis(group)
+        yield Collective(kind="all_gather", axis=axis, count=count, bytes=size, overlappable=True)
+
+
+def shard_axis(group: ParamGroup) -> Axis:
+    """The ranks that shard a group: with experts that ep distributes, those that hold the same ones."""
+    return "expert_shard" if group.shared_by_ep else "shard"
 
 
 def sent_elements(group: ParamGroup, view: RankView, parts: int = 1) -> list[tuple[int, int]]:

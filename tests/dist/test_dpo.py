@@ -220,6 +220,24 @@ def test_two_ranks_with_experts_are_one_device_and_send_what_the_plan_implies(fo
             assert sum(weight.untyped_storage().nbytes() for weight in held) == lines.get("reference", 0), words
 
 
+def surprises(folder: Path, *words: str) -> list[str]:
+    run = a_run(folder, *words)
+    mesh = mesh_of(run.plan)
+    said = traffic(run.arch, run.plan, run.sequence, place=mesh.place)
+    return list(differences(level(second_step(run, mesh, folder), run, mesh), implied(said, run.plan, mesh)))
+
+
+@world(2)
+def test_a_reference_draws_no_second_experts(folder):
+    assert not surprises(folder, *MOE, "arch.router=gshard", "arch.capacity=1.0", "plan.cp=2")
+
+
+@world(4)
+def test_a_frozen_copy_s_experts_are_gathered_among_the_ranks_that_share_them(folder):
+    for zero in (1, 3):
+        assert not surprises(folder, *MOE, *COPY, "plan.shard=4", f"plan.zero={zero}", "plan.ep=2")
+
+
 @world(2)
 def test_two_ranks_are_one_device(folder):
     one = one_process(folder) if dist.get_rank() == 0 else None

@@ -127,7 +127,7 @@ def start(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)
     while True:
-        code = _attempt(command, place, environment, grace_seconds, ranks)
+        code = _attempt(command, place, environment, grace_seconds, ranks, asked)
         if restarts is None:
             return code
         if asked or not restarts.after(code):
@@ -140,13 +140,21 @@ def _attempt(
     environment: Mapping[str, str],
     grace_seconds: float,
     ranks: list["subprocess.Popen[bytes]"],
+    asked: Sequence[int],
 ) -> int:
+    """One start of them all; whoever is asked to end meanwhile starts no more of them."""
     ranks.clear()
     try:
         for local_rank in range(place.ranks):
+            if asked:
+                break
             own = {**environment, **place.environment(local_rank)}
             # A session of its own: Ctrl-C in a terminal reaches this process, which passes it on once.
             ranks.append(subprocess.Popen(command, env=own, start_new_session=True, preexec_fn=die_with_parent))
+            if asked:  # as this one was made: whoever passed it on did not know of it
+                _signal(ranks[-1:], signal.Signals(asked[-1]))
+        if not ranks:
+            return Exit.INTERRUPTED if signal.SIGINT in asked else Exit.PREEMPTED
         return verdict(_wait(ranks, grace_seconds))
     finally:
         _signal(ranks, signal.SIGKILL)

@@ -11,6 +11,9 @@ import judge
 import pytest
 from commands import SMALL, environment, free_port, meshwright, write_text
 
+from meshwright.launch import node
+from meshwright.runtime.failure import Exit
+
 GIVEN_UP = 900.0  # seconds, for hangs: half a minute is usual
 RUN = [*SMALL, "name=small", "data.source=my/*.txt", "eval.every=0", "plan.microbatch=1", "plan.replicate=2"]
 
@@ -114,3 +117,17 @@ def test_ray_places_an_actor_for_each_rank_and_ends_with_their_code(user):
     assert "done: 3 steps" in ended.stdout
     assert (user / "rayed" / "summary.json").exists()
     assert os.access(out / "ray.json", os.R_OK)
+
+
+def test_a_signal_while_ranks_are_started_reaches_those_that_it_could_not_know(tmp_path):
+    """The first rank has its machine told to end; who was not yet started then would wait for it in vain."""
+    rank = f'touch {tmp_path}/$LOCAL_RANK; [ "$LOCAL_RANK" = 0 ] && kill -TERM $PPID; exec sleep {GIVEN_UP:g}'
+    lines = [
+        "import os, sys",
+        "from meshwright.launch import node",
+        "place = node.NodePlace(0, 1, 64, '127.0.0.1', 29500)",
+        "sys.exit(node.start(['sh', '-c', sys.argv[1]], place, dict(os.environ), 5.0))",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines), rank], timeout=node.FALL_SECONDS, check=False)
+    assert done.returncode == Exit.RESUMABLE  # a signal ended them, before they could listen
+    assert len(list(tmp_path.iterdir())) < 64

@@ -1,0 +1,224 @@
+"""Other families and adapters on one GPU, beside transformers and peft: `python benchmarks/models.py [--only NAME]`.
+
+    python benchmarks/models.py --peers                             # needs transformers, and peft for rows of adapters
+    python benchmarks/models.py --peers --tiny --out /tmp/tiny.json # the rows in small, on any machine: no figures
+
+Ours runs through `meshwright bench`, in processes of its own, three times, and the slowest counts. The peer is the
+model that transformers makes of the config.json that `convert` would write, compiled as a whole, with fused AdamW,
+clipped and updated every step; its fastest run counts. Models are trained whole from fp32 weights under autocast; of
+adapters the base is bf16 and frozen, and peft's LoRA is beside every linear layer. A family's step is also put beside
+that of a Llama of the same shapes (`like`). Rows of an earlier record stay.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from meshwright.config.huggingface import config_of
+from meshwright.config.presets import preset
+from meshwright.spec.arch import Arch
+from meshwright.spec.units import GIB
+
+RUNS, WARM_UP, STEPS = 3, 6, 12
+SHAPE = (
+    "vocab",
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "ffn",
+    "tied",
+)  # that a Llama of the same size has
+SPLIT, LORA = "optim.master_weights=split", "adapter.kind=lora adapter.rank=16 adapter.alpha=32"
+QLORA = "adapter.kind=qlora adapter.rank=16 adapter.alpha=32 optim.state_dtype=int8 plan.recompute=full"
+BF16, FP8 = "precision=bf16,compile=true", "precision=fp8,compile=true"
+
+
+class Row(NamedTuple):
+    """What is measured."""
+
+    name: str
+    preset: str
+    layers: int  # of the model's; 0: all
+    microbatch: int
+    sequence: int
+    plan: str = BF16
+    words: str = SPLIT
+    peer: str = "transformers"  # or peft; empty: none
+    like: bool = False  # beside a Llama of the same shapes
+    tiny: str = "tiny"  # the model in whose place --tiny has
+
+
+ROWS = (
+    Row("qwen3-moe", "qwen3-30b-a3b", 12, 4, 4096, tiny="tiny-qwen3-moe"),
+    Row("gpt-oss", "gpt-oss-20b", 8, 2, 4096, tiny="tiny-gpt-oss"),
+    Row("deepseek-v2-lite", "deepseek-v2-lite", 8, 2, 4096, tiny="tiny-deepseek-v2"),
+    Row("qwen3-8b", "qwen3-8b", 12, 2, 4096, like=True, tiny="tiny-qwen3"),
+    Row("gemma3-4b", "gemma3-4b", 0, 2, 4096, like=True, tiny="tiny-gemma3"),
+    Row("olmo2-7b", "olmo2-7b", 16, 2, 4096, like=True, tiny="tiny-olmo2"),
+    Row("lora", "llama3.1-8b", 0, 2, 4096, words=LORA, peer="peft"),
+    Row("lora-fp8", "llama3.1-8b", 0, 2, 4096, FP8, f"{LORA} adapter.base=fp8", peer=""),
+    Row("qlora", "llama3.1-8b", 0, 2, 2048, words=QLORA, peer=""),
+)
+
+
+def arch_of(row: Row) -> Arch:
+    """The model of a row, with as many of its layers as are measured."""
+    arch = preset(row.preset)
+    return msgspec.structs.replace(arch, layers=row.layers) if row.layers else arch
+
+
+def in_small(row: Row) -> Row:
+    """The same row of a tiny model, which a CPU takes."""
+    plan = row.plan.replace(",compile=true", "").replace("fp8", "bf16")
+    # Of QLoRA's blocks of 64 inputs every matrix of a model has whole ones.
+    wide = " arch.hidden=128 arch.head_dim=32 arch.ffn=384" if row.name in ("qlora", "lora-fp8") else ""
+    return row._replace(preset=row.tiny, layers=0, microbatch=2, sequence=64, plan=plan, words=row.words + wide)
+
+
+def ours(row: Row, words: list[str], folder: Path) -> dict[str, Any]:
+    """The slowest of our own runs, through the program as a user would, and the medians of all."""
+    sizes = [f"batch={row.microbatch}", f"sequence={row.sequence}", *row.words.split()]
+    command = [sys.executable, "-m", "meshwright", "bench", *words, *sizes, *["--plan", row.plan] * RUNS]
+    command += ["--steps", str(STEPS), "--json", "--folder", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    found = json.loads(lines[-1]) if lines else [{"error": done.stderr[-2000:]}]
+    if failed := next((each for each in found if each["error"]), None):
+        return failed
+    return max(found, key=lambda each: each["step_seconds"]) | {"runs": [each["step_seconds"] for each in found]}
+
+
+def as_llama(arch: Arch) -> list[str]:
+    """A Llama of the same shapes, as a user would write it."""
+    values = {name: getattr(arch, name) for name in (*SHAPE, "context")}
+    return ["tiny", *(f"arch.{name}={str(value).lower()}" for name, value in values.items())]
+
+
+def peer(row: Row) -> dict[str, Any]:
+    """The peer's step, in a process of its own."""
+    command = [sys.executable, __file__, "--peer", json.dumps(row._asdict())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else {"error": done.stderr[-2000:]}
+
+
+def measure_peer(row: Row) -> dict[str, Any]:
+    """The median step in seconds, of the fastest of three runs, and the peak of allocated memory."""
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    import torch
+    from torch import nn
+
+    torch.set_float32_matmul_precision("high")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, vocab = transformers_model(row, device)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    if device.type == "cuda":
+        model.compile()
+    optimizer = torch.optim.AdamW(trained, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    tokens = torch.randint(0, vocab, (row.microbatch, row.sequence), device=device)
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    for _ in range(WARM_UP):
+        step()
+    finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    runs = [median_of(step, finish) for _ in range(RUNS)]
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    count = sum(weight.numel() for weight in trained)
+    return {"step_seconds": min(runs), "runs": runs, "peak_allocated_bytes": peak, "trained": count}
+
+
+def median_of(step: Callable[[], None], finish: Callable[[], None]) -> float:
+    """Seconds of a step."""
+    seconds = []
+    for _ in range(STEPS):
+        finish()
+        began = time.perf_counter()
+        step()
+        finish()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def transformers_model(row: Row, device: Any) -> tuple[Any, int]:
+    """The model as transformers has it, with peft's adapter where the row has one; and its vocabulary."""
+    import torch
+    import transformers
+
+    arch = arch_of(row)
+    stated = config_of(arch)
+    config = transformers.AutoConfig.for_model(stated.pop("model_type"), **stated)
+    config.use_cache = False
+    dtype = torch.bfloat16 if row.peer == "peft" else torch.float32
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    if row.peer == "peft":
+        import peft
+
+        adapter = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, adapter)
+    return model, arch.vocab
+
+
+def line(row: Row, found: dict[str, Any]) -> str:
+    """A row of the table."""
+    mine, theirs, like = found["ours"], found["peer"], found["like"]
+    if failed := next((each["error"] for each in (mine, theirs, like) if each.get("error")), None):
+        return f"{row.name:<18}failed: {failed.strip().splitlines()[-1][:200]}"
+    seconds, tokens = mine["step_seconds"], row.microbatch * row.sequence
+    text = f"{row.name:<18}{seconds * 1e3:>9.1f}{tokens / seconds:>10,.0f}{mine['mfu'] or 0:>8.1%}"
+    text += (
+        f"{mine['peak_allocated_bytes'] / GIB:>7.1f}{mine['predicted_bytes'] / mine['peak_allocated_bytes'] - 1:>+8.1%}"
+    )
+    text += f"{theirs['step_seconds'] / seconds:>9.2f}" if theirs else f"{'':>9}"
+    return text + (f"{seconds / like['step_seconds']:>9.3f}" if like else "")
+
+
+def main() -> None:
+    """Measure, print a table, write the records."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--peer", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--tiny", action="store_true", help="the rows in small: whether everything runs")
+    parser.add_argument("--only", default="", metavar="NAME", choices=["", *(row.name for row in ROWS)])
+    parser.add_argument("--out", type=Path, default=Path("results/models.json"))
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench"))
+    options = parser.parse_args()
+    if options.peer:
+        print(json.dumps(measure_peer(Row(**json.loads(options.peer)))))
+        return
+    before = json.loads(options.out.read_text()) if options.out.exists() else []
+    records = {record["row"]["name"]: record for record in before}
+    print("row                 step ms  tokens/s     MFU    GiB  ledger   peer ×  Llama ×")
+    for row in (each for each in ROWS if options.only in ("", each.name)):
+        row = in_small(row) if options.tiny else row
+        words = [row.preset, *([f"arch.layers={row.layers}"] if row.layers else [])]
+        found = {"row": row._asdict(), "ours": ours(row, words, options.folder)}
+        found["peer"] = peer(row) if options.peers and row.peer else {}
+        found["like"] = ours(row, as_llama(arch_of(row)), options.folder) if row.like else {}
+        records[row.name] = found
+        print(line(row, found), flush=True)
+        options.out.write_text(
+            json.dumps([records[each.name] for each in ROWS if each.name in records], indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -79,8 +79,13 @@ def words_of(case: Case) -> list[str]:
 
 
 def ours(case: Case, folder: Path) -> dict[str, Any]:
+    """Our own step."""
+    return benched(words_of(case), case.plan, folder)
+
+
+def benched(words: list[str], plan: str, folder: Path) -> dict[str, Any]:
     """The slowest of our own runs, through the program as a user would, and the medians of all."""
-    command = [sys.executable, "-m", "meshwright", "bench", *words_of(case), *["--plan", case.plan] * RUNS]
+    command = [sys.executable, "-m", "meshwright", "bench", *words, *["--plan", plan] * RUNS]
     command += ["--steps", "12", "--json", "--folder", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()

@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from gpu import RUNS, benched
 
 from meshwright.config.huggingface import config_of
 from meshwright.config.presets import preset
 from meshwright.spec.arch import Arch
 from meshwright.spec.units import GIB
 
-RUNS, WARM_UP, STEPS = 3, 6, 12
+WARM_UP, STEPS = 6, 12
 SHAPE = (
     "vocab",
     "layers",
@@ -87,16 +88,9 @@ def in_small(row: Row) -> Row:
 
 
 def ours(row: Row, words: list[str], folder: Path) -> dict[str, Any]:
-    """The slowest of our own runs, through the program as a user would, and the medians of all."""
+    """Our own step of a model."""
     sizes = [f"batch={row.microbatch}", f"sequence={row.sequence}", *row.words.split()]
-    command = [sys.executable, "-m", "meshwright", "bench", *words, *sizes, *["--plan", row.plan] * RUNS]
-    command += ["--steps", str(STEPS), "--json", "--folder", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = done.stdout.strip().splitlines()
-    found = json.loads(lines[-1]) if lines else [{"error": done.stderr[-2000:]}]
-    if failed := next((each for each in found if each["error"]), None):
-        return failed
-    return max(found, key=lambda each: each["step_seconds"]) | {"runs": [each["step_seconds"] for each in found]}
+    return benched([*words, *sizes], row.plan, folder)
 
 
 def as_llama(arch: Arch) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from meshwright.config.presets import preset, preset_names
 from meshwright.hardware.stacks import Stack
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import count
@@ -168,6 +169,10 @@ def holds(text: str, words: Iterable[str]) -> bool:
 
 def arch_of(cells: Cells, stack: Stack, tp: int) -> Arch:
     """The architecture that a row describes, its vocabulary filled up as the stack does."""
+    multiple = cells.whole_argument("make-vocab-size-divisible-by")
+    vocab = padded(_vocabulary(cells), stack.vocab_multiple if multiple is None else multiple, tp)
+    if known := _known_moe(cells):
+        return msgspec.structs.replace(known, vocab=vocab, context=sequence_of(cells))
     gated = is_gated(cells)
     layers, hidden = _shape(cells)
     heads = cells.whole_or("heads", max(hidden // 128, 1), "hidden ÷ 128")
@@ -180,9 +185,8 @@ def arch_of(cells: Cells, stack: Stack, tp: int) -> Arch:
     ffn = cells.whole("ffn_hidden") or cells.assume(
         "ffn_hidden", llama_width(hidden) if gated else 4 * hidden, "Llama's rule" if gated else "4 × hidden"
     )
-    multiple = cells.whole_argument("make-vocab-size-divisible-by")
     arch = Arch(
-        vocab=padded(_vocabulary(cells), stack.vocab_multiple if multiple is None else multiple, tp),
+        vocab=vocab,
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -194,6 +198,25 @@ def arch_of(cells: Cells, stack: Stack, tp: int) -> Arch:
         **_style(cells, gated),
     )
     return _with_count(cells, _with_experts(cells, arch))
+
+
+def _known_moe(cells: Cells) -> Arch | None:
+    """The MoE model of the zoo that a row names, with as many layers as the row has.
+
+    No column says how wide an expert is beside a dense layer, how many experts are shared, or how long a latent of keys
+    and values is. Names are compared by letters and digits; the row's own width and number of experts must agree.
+    """
+    name = _plain(cells.text("model_name"))
+    named = [each for each in preset_names() if _plain(each) in name]
+    for found in map(preset, sorted(named, key=len, reverse=True)):
+        if found.experts and (found.hidden, found.experts) == (cells.whole("hidden"), cells.whole("experts")):
+            layers = cells.whole("layers") or found.layers
+            return msgspec.structs.replace(found, layers=layers, dense_layers=min(found.dense_layers, layers - 1))
+    return None
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name)
 
 
 def is_gated(cells: Cells) -> bool:
@@ -344,7 +367,8 @@ def schedule_of(cells: Cells, layers: int, pp: int, microbatches: int) -> tuple[
         return "1f1b", 1
     text, chunks = cells.text("schedule"), cells.whole("interleave") or 1
     named: list[Schedule] = [name for name, words in SCHEDULES.items() if holds(text, words)]
-    schedule = named[0] if named else "1f1b"
+    # Megatron overlaps the messages of a pipeline in its interleaved schedule alone.
+    schedule = named[0] if named else "interleaved" if not text and overlaps(cells) else "1f1b"
     if schedule == "zb1p" and holds(text, ("2p", "h2")):
         cells.note("schedule = zb1p (one that holds twice as much and idles less is not known here)")
     if schedule == "interleaved" and chunks == 1 and not cells.whole("interleave"):
@@ -472,7 +496,7 @@ def _batches(cells: Cells, dp: int) -> tuple[int, int]:
             microbatch = max(batch // (dp * grad_accum), 1)
         cells.assume("micro_batch", microbatch, "global_batch ÷ dp ÷ grad_accum, or 1")
     if batch is None:
-        return microbatch, grad_accum or cells.assume("grad_accum", 1, "no batch is given")
+        return microbatch, grad_accum or cells.assume("grad_accum", _fills(cells.degree("pp")), "no batch is given")
     if grad_accum and microbatch * grad_accum * dp == batch:
         return microbatch, grad_accum
     if batch < dp:
@@ -483,6 +507,11 @@ def _batches(cells: Cells, dp: int) -> tuple[int, int]:
     if found * microbatch * dp != batch:
         cells.note(f"global_batch = {found * microbatch * dp} (whole microbatches; the column gives {batch})")
     return microbatch, found
+
+
+def _fills(pp: int) -> int:
+    """Microbatches of a step that nothing is known of: one, but in a pipeline so many that its bubble is a ninth."""
+    return 8 * pp if pp > 1 else 1
 
 
 def _sharding(cells: Cells, stack: Stack, degrees: Degrees, domain: int) -> tuple[Zero, int]:
@@ -526,6 +555,11 @@ def _experts(cells: Cells, arch: Arch, stack: Stack, degrees: Degrees, lenders: 
     if works != stated:
         cells.note(f"ep = {works} (with tp cutting experts, as many bytes a rank as the column's {stated})")
     return works
+
+
+def overlaps(cells: Cells) -> bool:
+    """Whether a row's notes say that communication runs beside arithmetic."""
+    return "comm overlap on" in cells.text("notes")
 
 
 def is_early(cells: Cells, stack: Stack) -> bool:

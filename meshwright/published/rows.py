@@ -23,6 +23,7 @@ from meshwright.published.columns import (
     degrees_of,
     holds,
     is_early,
+    overlaps,
     plan_of,
 )
 from meshwright.runtime.files import replace_file
@@ -97,7 +98,7 @@ def job_of(row: Mapping[str, str | None]) -> Priced:
 
 
 def _job(cells: Cells) -> Job:
-    if holds(cells.text("model_name"), ADAPTERS):
+    if holds(cells.text("model_name"), ADAPTERS) or holds(cells.text("notes").split("(")[0], ADAPTERS):
         raise RefusalError("adapters (LoRA): no column has their rank and targets, so what is trained is not known")
     degrees = degrees_of(cells)
     stack = _stack(cells, degrees.tp)
@@ -125,6 +126,9 @@ def _job(cells: Cells) -> Job:
 def _stack(cells: Cells, tp: int) -> Stack:
     """The framework's stack, with what this row says of it."""
     stack = stack_of(cells.text("framework"))
+    if stack.name == "megatron" and overlaps(cells):
+        cells.note("communication overlapped: priced as nvidia-nemo")
+        stack = stack_of("nemo")
     if is_early(cells, stack):
         stack = msgspec.structs.replace(stack, attention="math", sequence_parallel=False)
     if stack.name == "generic":

@@ -198,6 +198,38 @@ def test_experts_get_their_own_width_from_the_parameter_count():
     assert count(found.arch) == pytest.approx(30.5e9, rel=0.02)
 
 
+def test_a_named_moe_model_brings_what_no_column_says():
+    row = LLAMA | {
+        "model_name": "DeepSeekV2 reduced to 4 layers", "layers": "4", "hidden": "5120", "heads": "128", "kv_heads": "",
+        "ffn_hidden": "12288", "vocab": "102400", "experts": "160", "top_k": "6", "tp": "1", "pp": "1", "ep": "8",
+        "n_gpus": "8", "dp": "8", "grad_accum": "4", "global_batch": "64",
+    }  # fmt: skip
+    arch = job(row).arch
+    assert (arch.layers, arch.expert_ffn, arch.shared_experts, arch.dense_layers) == (4, 1536, 2, 1)
+    assert arch.kv_rank == 512  # latent attention, not grouped queries
+    other = job(row, hidden="4096")  # of that name, and another model
+    assert other.arch.kv_rank == 0
+
+
+def test_adapters_are_refused_by_the_notes_too():
+    assert "adapters" in job_of(LLAMA | {"notes": "24.07; Finetuning LoRA; recompute not listed"}).refused
+    assert job_of(LLAMA | {"notes": "24.07; Finetuning SFT (LoRA is another row)"}).job is not None
+
+
+def test_megatron_with_its_communication_overlapped_is_priced_so():
+    row = {key: value for key, value in GPT.items() if key not in ("schedule", "interleave", "flash", "sp")}
+    row |= {"precision": "bf16", "zero_stage": ""}
+    plain, overlapped = job(row), job(row, notes="interleave not stated; DP/TP/PP comm overlap on")
+    assert (plain.stack.name, plain.plan.schedule, plain.plan.zero) == ("megatron", "1f1b", 0)
+    assert (overlapped.stack.name, overlapped.plan.schedule, overlapped.plan.zero) == ("nvidia-nemo", "interleaved", 1)
+
+
+def test_a_pipeline_of_unknown_batch_is_filled():
+    row = LLAMA | {"global_batch": "", "grad_accum": ""}
+    assert job(row).plan.grad_accum == 16
+    assert job(row, pp="1", dp="16").plan.grad_accum == 1
+
+
 def test_a_tied_output_is_found_by_the_parameter_count():
     row = LLAMA | {"model_name": "Llama 3.2 3B", "layers": "28", "hidden": "3072", "heads": "24", "kv_heads": "8"}
     row |= {"ffn_hidden": "8192", "vocab": "128256", "params": "3.21e9"}

@@ -207,7 +207,8 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
     ]
     forward, backward = _attention(at)
     scales, back_scales = _scales_over_tp(at, mixture)
-    moved, (casts, back_casts) = _between_bytes(at, mixture), _cast_bytes(shapes, experts, at)
+    moved = _between_bytes(at, mixture)
+    casts, back_casts = (at.speed.casts * each for each in _cast_bytes(shapes, experts, at))
     weight_products = sum(_product(count, n, k, m, at, back=True) for count, m, n, k in shapes)
     # Of experts they are no narrower than bf16, see kernels/experts_fp8.py.
     weight_products += sum(count * _head_product(n, k, m, at) for count, m, n, k in experts)
@@ -241,8 +242,9 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
     weight = TimeTerms(products=share * weight_products, elementwise=moved_seconds(weights * at.adding, at.rates))
     adapted = _adapters(at, mixture)
     # The device waits for the host: each pass takes no less than its launches.
-    late = max(at.host - going.seconds, 0.0)
-    late_back = max(at.host - coming.seconds - weight.seconds, 0.0)
+    host = at.host + mixture * at.speed.moe_seconds
+    late = max(host - going.seconds, 0.0)
+    late_back = max(host - coming.seconds - weight.seconds, 0.0)
     plain = PassTimes(forward=going + TimeTerms(launch=late), input=coming + TimeTerms(launch=late_back), weight=weight)
     return plain + adapted
 
@@ -559,10 +561,19 @@ def _over_ep(at: LayerModel, hidden_by: float) -> float:
         return 0.0
     size = at.tokens / at.plan.tp * _rows_per_token(at) * at.arch.hidden * at.rates.width
     one = at.collective("all_to_all", "ep", size)
+    if at.speed.once_a_node:
+        across = at.collective("all_to_all", "ep", size * _once_a_node(at))
+        one = min(one, max(across, size / achieved(at.job.cluster.scale_up)))
     if at.job.stack.name != OURS:
         return exposed(2 * one, hidden_by, at.speed.overlap_ep)
     shared = _dense_products(at, at.arch.shared_experts * at.arch.expert_ffn) if at.arch.shared_experts else ()
     return one + exposed(one, sum(_product(*shape, at) for shape in shared), 1.0)
+
+
+def _once_a_node(at: LayerModel) -> float:
+    """Nodes that a token's rows go to ÷ its rows, of evenly loaded experts: each node hands its rows on by itself."""
+    nodes = axis_span("ep", at.plan, at.job.cluster).domains
+    return nodes * (1 - (1 - 1 / nodes) ** at.arch.top_k) / at.arch.top_k
 
 
 def _projection(at: LayerModel) -> PassTimes:

@@ -45,7 +45,7 @@ from meshwright.spec.plan import Plan
 
 DRAINED = ("naive", "gpipe", "1f1b", "interleaved", "looped")  # a rank's last action is its first stage's backward
 WIDER = 0.1  # by which each doubling of the domains widens the interval, as a share
-GUESSES = ("b200", "v100", "generic")  # entries of the catalogue that no measurement stands behind
+GUESSES = ("b200", "b300", "v100", "generic")  # entries of the catalogue that no measurement stands behind
 RELAYED = 4  # microbatches without a backward after which each takes as long as the one before
 GUESSED = 1.5  # the interval of such accelerators ÷ that of others
 

@@ -51,11 +51,13 @@ class StackSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     attention: float = 1.0  # speed of fused attention ÷ the accelerator's own figure
     elementwise: float = 2.7  # bytes that kernels between matmuls move ÷ the least that perfect fusion needs
     compiled: float = 0.45  # of that, what is left where blocks are compiled
+    casts: float = 1.0  # bytes that make operands of FP8 matmuls ÷ those of kernels of their own, for every microbatch
     score_passes: float = 10.0  # times that unfused attention reads or writes its scores in a forward
     logit_passes: float = 12.0  # times that the loss and its gradient read or write the logits in fp32
 
     # The host, which must start every kernel before it can run.
     layer_seconds: float = 0.4e-3  # to start one layer's forward; its backward takes as long
+    moe_seconds: float = 0.0  # more for a layer of experts: routing, rows there and back, many small kernels
     tp_seconds: float = 0.02e-3  # more for every further rank of tp
     tp_across_seconds: float = 0.0  # more for every rank of tp, where stages of a pipeline are in different domains
     compiled_host: float = 0.5  # of those, what is left where blocks are compiled
@@ -76,6 +78,7 @@ class StackSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     contention: float = 0.7  # what arithmetic loses beside it, ÷ the time of its bytes over the scale-up link
     overlap_tp: float = 0.0  # gathers and scatters of hidden states, behind the matmuls that they feed
     overlap_ep: float = 0.0
+    once_a_node: bool = False  # a token goes to a node of experts once, which hands it on to those it chose there
     torch_ring: bool = False  # a ring of cp is written in torch: blocks are merged by kernels of their own
     blocking_sends: bool = False  # a stage waits for its message to have arrived before it goes on
     scattered_sends: bool = True  # each rank of tp sends its part of a message, not all of it

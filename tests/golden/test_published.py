@@ -126,3 +126,32 @@ def test_more_gpus_for_the_same_batch_use_each_less_well():
     assert few is not None
     assert many is not None
     assert few.mfu > many.mfu
+
+
+# SimuMax's measurements of Megatron-LM with Transformer Engine on 8 B200, communication not overlapped, bf16: model,
+# layers, hidden, heads, kv_heads, feed-forward, vocabulary, experts, top_k, tp, pp, dp, ep, batch; then seconds, GiB.
+# The B200's rate of matmuls was fitted on runs of this source.
+SIMUMAX = [
+    ("llama3-70b reduced", 12, 8192, 64, 8, 28672, 128256, "", "", 2, 1, 4, "", 128, 5.377, 60.68),
+    ("llama3-70b reduced", 12, 8192, 64, 8, 28672, 128256, "", "", 4, 1, 2, "", 16, 0.766, 39.07),
+    ("llama3-405b reduced", 4, 16384, 128, 16, 53248, 128256, "", "", 8, 1, 1, "", 32, 1.902, 38.57),
+    ("deepseekv2 reduced", 4, 5120, 128, "", 12288, 102400, 160, 6, 1, 1, 8, 8, 64, 0.676, 45.63),
+    ("deepseekv2 reduced", 4, 5120, 128, "", 12288, 102400, 160, 6, 1, 2, 4, 4, 128, 1.728, 44.70),
+]
+
+
+@pytest.mark.parametrize("entry", SIMUMAX)
+def test_runs_on_b200_of_dense_and_moe_models_are_near(entry):
+    columns = (
+        "model_name", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "experts", "top_k", "tp", "pp",
+        "dp", "ep", "global_batch",
+    )  # fmt: skip
+    row = dict(zip(columns, map(str, entry), strict=False)) | {
+        "framework": "Megatron-LM, TE 2.11", "seq_len": "4096", "gpu": "B200", "n_gpus": "8", "zero_stage": "1",
+        "micro_batch": "1", "precision": "bf16", "activation_ckpt": "none", "flash": "yes",
+        "peak_mem_kind": "torch max_allocated, max over ranks, GiB",
+    }  # fmt: skip
+    answer = answered(row)
+    assert answer.price is not None, answer.refused
+    assert answer.price.seconds == pytest.approx(entry[-2], rel=0.10)  # 9 of 10 of its 37 runs are within 9.1 %
+    assert answer.memory_bytes / 2**30 == pytest.approx(entry[-1], rel=0.06)  # and within 5.8 %

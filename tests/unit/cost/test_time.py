@@ -199,6 +199,36 @@ def test_the_way_to_the_experts_hides_behind_shared_ones():
     assert alone / 2 < one < alone  # what is too short to hide it hides a part
 
 
+def with_speed(found: Job, **habits) -> Job:
+    speed = msgspec.structs.replace(found.stack.speed, **habits)
+    return msgspec.structs.replace(found, stack=msgspec.structs.replace(found.stack, speed=speed))
+
+
+def nemo_block(**habits):
+    found = job(stack="nvidia-nemo", arch=MIXTURE, shard=16, zero=1, ep=8, tp=2, precision="fp8")
+    return block(layer_model(with_speed(found, **habits), efficiency_of(cluster("h100").gpu)), True)
+
+
+def test_rows_that_enter_a_node_once_take_less_of_the_network():
+    often, once = nemo_block(once_a_node=False, overlap_ep=0.0), nemo_block(once_a_node=True, overlap_ep=0.0)
+    # Experts on two nodes, two of eight chosen: a token goes to 1.5 nodes on average instead of to two experts.
+    assert once.forward.ep == pytest.approx(0.75 * often.forward.ep, rel=1e-2)  # latency apart
+
+
+def test_operands_that_other_kernels_write_cost_no_pass_of_their_own():
+    apart, fused = nemo_block(casts=1.0), nemo_block(casts=0.0)
+    in_bf16 = job(stack="nvidia-nemo", arch=MIXTURE, shard=16, zero=1, ep=8, tp=2)
+    plain = block(layer_model(in_bf16, efficiency_of(cluster("h100").gpu)), True)
+    assert fused.forward.elementwise == pytest.approx(plain.forward.elementwise)
+    assert apart.forward.elementwise > 1.1 * fused.forward.elementwise
+
+
+def test_a_layer_of_experts_waits_longer_for_its_host():
+    slow = nemo_block(moe_seconds=1.0)
+    assert slow.forward.seconds == pytest.approx(1.0, rel=1e-3)  # the layer's own launches more
+    assert nemo_block(moe_seconds=0.0).forward.seconds < 0.1
+
+
 def test_slots_cost_what_they_hold():
     fair, doubled = (msgspec.structs.replace(MIXTURE, capacity=capacity) for capacity in (1.0, 2.0))
     one, two = (mixture_block(arch, shard=8, zero=3, ep=8).forward.ep for arch in (fair, doubled))
@@ -302,6 +332,7 @@ def test_every_card_finds_an_efficiency_and_the_longest_name_wins():
     assert {each.name for each in efficiencies()} >= {"a100", "h100", "b200", "v100", "generic"}
     assert efficiency_of(cluster("h200").gpu).name == "h100"
     assert efficiency_of(cluster("gb200").gpu).name == "b200"
+    assert efficiency_of(cluster("gb300").gpu).name == "b300"
     assert efficiency_of(cluster("l40s").gpu).name == "generic"
 
 

@@ -141,13 +141,14 @@ def policy(plan: Plan) -> MixedPrecisionPolicy:
 
 
 def attach(chunks: Iterable[nn.Module], plan: Plan) -> None:
-    """Make every parameter a bf16 copy of an fp32 master weight, once it has its first value."""
+    """Make every fp32 parameter a bf16 copy of a master weight, once it has its first value."""
     if not plan.bf16_params:
         return
     for chunk in chunks:
         for weight in (each for each in chunk.parameters() if each.requires_grad):
-            weight.master = weight.data  # pyright: ignore[reportAttributeAccessIssue]
-            weight.data = weight.data.to(compute_dtype(plan))
+            if weight.dtype != compute_dtype(plan):  # else it has no master weight, or a split one
+                weight.master = weight.data  # pyright: ignore[reportAttributeAccessIssue]
+                weight.data = weight.data.to(compute_dtype(plan))
             if plan.grad_accum > 1:
                 weight.grad_dtype = torch.float32
 

@@ -14,6 +14,7 @@ from worlds import world
 from meshwright.config.run import Optim
 from meshwright.optim import muon
 from meshwright.optim.clip import GradStats
+from meshwright.parallel import precision
 from meshwright.parallel.mesh import local
 from meshwright.spec.matrices import MatrixCut
 from meshwright.train.state import gradients, weights
@@ -165,6 +166,14 @@ def test_a_gradient_that_is_not_finite_moves_nothing(folder):
     assert all(torch.equal(a, b) for a, b in zip(state.optimizer.weights, held, strict=True))
     now = [tensor for tensors in state.optimizer.states().values() for tensor in tensors]
     assert all(torch.equal(a, b) for a, b in zip(now, kept, strict=True))
+
+
+def test_a_split_weight_has_no_other_master_beside_it(folder):
+    run = make_run(folder, *MUON, "plan.replicate=1", "plan.precision=bf16", "optim.master_weights=split")
+    state = drive(run, make_corpus(run, folder), alone()).state
+    assert run.plan.bf16_params
+    # A kernel that is given a copy to write would read the weights themselves for their low bits.
+    assert not any(precision.has_master(weight) for chunk in state.chunks for weight in chunk.parameters())
 
 
 FORMS = (

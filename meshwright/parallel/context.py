@@ -246,7 +246,7 @@ def efficient_gradients(block: AttentionBlock, out: Tensor, lse: Tensor, grad: T
     """`block_gradients` by torch's memory-efficient kernel."""
     k, v = (_repeated(x, block.q.shape[1]) for x in (block.k, block.v))
     out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel assumes this layout and does not ask
-    lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % PADDED), value=torch.inf)
+    lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % PADDED), value=torch.inf).contiguous()  # heads' rows aligned
     seed = torch.empty((), dtype=torch.int64, device=k.device)  # of dropout, which there is none of
     wanted = [True, True, True, False]  # no gradient of the bias
     dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(

@@ -410,7 +410,7 @@ def _backward(rank: _RankMoments, scene: InFlight) -> Iterator[_Instant]:
     part, flying = rank.parts[scene.stage], _flying(rank, scene)
     summed_before = plan.grad_accum > 1 or plan.pp > 1 or rest.buffered
     none: Lines = {} if summed_before else {"gradients": 0, "unreduced_grads": 0}
-    if part.logits:
+    if part.logits or part.loss:  # a frozen projection saves no gradient, and has logits all the same
         at_loss: Lines = (
             {} if rest.buffered else {"all_gathered_params": rest.gathered_at_loss, "reduce_buffers": 0, **none}
         )

@@ -1,7 +1,8 @@
 """Frozen weights in few bits, made of whole weights and made into numbers again: NF4 with double quantization, FP8.
 
 A weight is encoded whole, so that its codes do not depend on who holds which part, and decoded part by part. Sums and
-products are in fp32, as in bitsandbytes, whose codes these are. Plain operators of torch, on any device.
+products are in fp32, as in bitsandbytes, whose codes these are. Plain operators of torch, on any device; on a GPU one
+kernel decodes NF4 to the same bits, reading each byte once: half a byte an element, and what it writes.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from meshwright.kernels.dispatch import FUSED_TYPES, Pointer, constexpr, jit, tl
 from meshwright.spec.quantized import BLOCK, FLOAT, GROUP, Held
 
 # Quantiles of a normal distribution, scaled to one: appendix E of the paper.
@@ -22,6 +24,7 @@ NF4 = (
 DECADES = 7  # of scales' codes, the more densely filled the larger they are (Dettmers 2016)
 CHUNK = 1 << 22  # elements that are decoded at a time: some 50 MB while they are
 TINY = 1e-38  # below every scale that is not zero
+TILE = 64  # blocks that a program decodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class CodedPart:
     row_blocks: int  # of the whole matrix, in a row
     row: int = 0
     block: int = 0
+    is_fused: bool = False  # decoded by one kernel
 
 
 def encode(held: Held, weight: Tensor) -> tuple[Tensor, ...]:
@@ -42,9 +46,14 @@ def encode(held: Held, weight: Tensor) -> tuple[Tensor, ...]:
     return _encode_fp8(weight.float()) if held == "fp8" else _encode_nf4(weight.float())
 
 
-def decode(how: CodedPart, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """A rank's part of a matrix, or of each of a stack: all of them by the same operators, whatever their number."""
+def decode(how: CodedPart, parts: tuple[Tensor, ...], dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+    """A rank's part of a matrix, or of each of a stack: all of them by the same operators, whatever their number.
+
+    `after` is not read; see `decode_nf4`.
+    """
     codes, *scales = parts
+    if how.is_fused and how.held == "nf4" and dtype in FUSED_TYPES:
+        return decode_nf4(codes, *scales, how.row_blocks, how.row, how.block, dtype, after)
     width = codes.shape[-1] * (1 if how.held == "fp8" else 2)
     numbers = _fp8_rows(codes, floats(scales[0])) if how.held == "fp8" else _nf4_rows(how, codes, *scales)
     matrix = torch.empty(*codes.shape[:-1], width, dtype=dtype, device=codes.device)
@@ -77,6 +86,73 @@ def _nf4_rows(how: CodedPart, codes: Tensor, absmax: Tensor, scales: Tensor) -> 
         return pairs.mul_(first[rows, :, None]).view(-1, blocks * BLOCK)
 
     return numbers
+
+
+@torch.library.custom_op("meshwright::decode_nf4", mutates_args=())
+def decode_nf4(
+    codes: Tensor, absmax: Tensor, scales: Tensor,
+    row_blocks: int, row: int, block: int, dtype: torch.dtype, after: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The same by one kernel.
+
+    `after` is not read. In a backward it is a tensor of the backward, so that the compiler, which would save what a
+    kernel makes of its inputs alone rather than call it again, does not hold whole weights from the forward on.
+    """
+    matrix = torch.empty(*codes.shape[:-1], 2 * codes.shape[-1], dtype=dtype, device=codes.device)
+    second, (rows, blocks) = floats(scales), absmax.shape[-2:]
+    count = absmax.numel()
+    if count:
+        _decode_nf4[(-(-count // TILE),)](
+            codes.contiguous(), absmax.contiguous(), second, _scale_codes(codes.device), _levels(codes.device), matrix,
+            count, rows, blocks, row_blocks, row, block, scales.shape[-1] // FLOAT,
+            group=GROUP, bytes_each=BLOCK // 2, tile=TILE, num_warps=4,
+            enable_fp_fusion=False,  # the mean is added after the product is rounded
+        )  # fmt: skip
+    return matrix
+
+
+@decode_nf4.register_fake
+def _(
+    codes: Tensor, absmax: Tensor, scales: Tensor,
+    row_blocks: int, row: int, block: int, dtype: torch.dtype, after: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return codes.new_empty((*codes.shape[:-1], 2 * codes.shape[-1]), dtype=dtype)
+
+
+@jit
+def _decode_nf4(
+    codes: Pointer,
+    absmax: Pointer,
+    second: Pointer,
+    scale_codes: Pointer,
+    levels: Pointer,
+    matrix: Pointer,
+    count: int,
+    rows: int,
+    blocks: int,
+    row_blocks: int,
+    row: int,
+    block: int,
+    floats_each: int,
+    group: constexpr,
+    bytes_each: constexpr,
+    tile: constexpr,
+) -> None:
+    number = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    exists = number < count
+    of_matrix = number // (rows * blocks)
+    inside = number % (rows * blocks)
+    place = (row + inside // blocks) * row_blocks + block + inside % blocks  # of the block in the whole matrix
+    held = second + of_matrix * floats_each
+    scale = tl.load(scale_codes + tl.load(absmax + number, mask=exists, other=0).to(tl.int32))
+    scale = scale * tl.load(held + place // group, mask=exists, other=0.0)
+    scale = scale + tl.load(held + floats_each - 1, mask=exists, other=0.0)
+    at = number[:, None] * bytes_each + tl.arange(0, bytes_each)[None, :]
+    byte = tl.load(codes + at, mask=exists[:, None], other=0).to(tl.int32)
+    pair = tl.join(tl.load(levels + (byte >> 4)), tl.load(levels + (byte & 15)))
+    found = tl.reshape(pair, (tile, 2 * bytes_each)) * scale[:, None]
+    to = number[:, None] * (2 * bytes_each) + tl.arange(0, 2 * bytes_each)[None, :]
+    tl.store(matrix + to, found.to(matrix.dtype.element_ty), mask=exists[:, None])
 
 
 def _encode_nf4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,15 +188,21 @@ def floats(scales: Tensor) -> Tensor:
 
 def forget_tables() -> None:
     """Make the tables of codes anew when they are next needed: what was made of fake tensors has no values."""
-    _pairs.cache_clear()
-    _scale_codes.cache_clear()
+    for table in (_pairs, _levels, _scale_codes):
+        table.cache_clear()
 
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
     """The two numbers of each byte."""
-    levels, byte = torch.tensor(NF4, device=device), torch.arange(256, device=device)
+    levels, byte = _levels(device), torch.arange(256, device=device)
     return torch.stack((levels[byte >> 4], levels[byte & 15]), -1)
+
+
+@cache
+def _levels(device: torch.device) -> Tensor:
+    """The sixteen numbers."""
+    return torch.tensor(NF4, device=device)
 
 
 @cache

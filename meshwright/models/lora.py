@@ -79,7 +79,7 @@ class _Decoded(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), parts = grads, ctx.saved_tensors
-        return grad @ decode(ctx.how, parts, grad.dtype), None, *(None for _ in parts)
+        return grad @ decode(ctx.how, parts, grad.dtype, after=grad), None, *(None for _ in parts)
 
 
 class LoraLinear(FrozenLinear):
@@ -95,8 +95,9 @@ class LoraLinear(FrozenLinear):
     first: int = 0  # of the inputs, the first that this rank has
 
     def product(self, x: Tensor) -> Tensor:
-        # With A, then with B: never with their product, which has the size of the weight.
-        return super().product(x) + F.linear(self.down(x), self.lora_b) * (0.0 if self.off else self.scale)
+        # With A, then with B: never with their product, which has the size of the weight. The narrow one is scaled, so
+        # that a compiled block adds the wide one where it is multiplied.
+        return super().product(x) + F.linear(self.down(x) * (0.0 if self.off else self.scale), self.lora_b)
 
     def down(self, x: Tensor) -> Tensor:
         """The product with A of what dropout leaves."""
@@ -236,7 +237,7 @@ class _DecodedStack(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (ends, *parts) = grads, ctx.saved_tensors
         # As a stack that multiplies from the other side.
-        dx = ctx.multiply(grad.contiguous(), decode(ctx.how, tuple(parts), grad.dtype).mT, ends)
+        dx = ctx.multiply(grad.contiguous(), decode(ctx.how, tuple(parts), grad.dtype, after=grad).mT, ends)
         return dx, None, None, None, *(None for _ in parts)
 
 

@@ -1,6 +1,7 @@
 """Fused kernels in the place of plain PyTorch: linear cross-entropy, attention, experts, RoPE, gates and norms."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ from meshwright.models.layers import (
     causal_attention,
     weighted_loss,
 )
-from meshwright.models.lora import AdaptedExperts
+from meshwright.models.lora import AdaptedExperts, FrozenLinear
 from meshwright.models.moe import Experts, MoELayer, grouped, mix_grouped
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_spec import ModelSpec
@@ -73,6 +74,7 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.
     if plan.attends_whole and attention.takes_documents(model.arch.head_dim, compute_dtype(plan)):
         model.build_mask = partial(_block_mask, by_blocks=not model.arch.scores_plainly, ranks=plan.cp)
     group_experts(model, plan, mesh)
+    decode_fused(model)
     if not plan.compile and plan.tp == 1:  # the compiler fuses by itself; under tp the residual is sharded
         fuse_blocks(model)
     return model
@@ -95,6 +97,15 @@ def group_experts(model: Decoder, plan: Plan, mesh: Mesh) -> None:
                 module.low_rank = low_rank_matmul
         elif isinstance(module, MoELayer) and plan.compile and plan.tp == 1 and plan.ep == 1:
             module.mix = mix_grouped  # of what it leaves to fuse the compiler makes a few kernels
+
+
+def decode_fused(model: Decoder) -> None:
+    """Have one kernel decode each frozen weight that is held in NF4."""
+    for module in model.modules():
+        if isinstance(module, FrozenLinear) and module.coded is not None:
+            module.coded = replace(module.coded, is_fused=True)
+        elif isinstance(module, AdaptedExperts):
+            module.coded = {stack: replace(how, is_fused=True) for stack, how in module.coded.items()}
 
 
 def fuse_blocks(model: Decoder, kernels: Kernels = "auto") -> None:

@@ -1,9 +1,11 @@
 """Weights in few bits: NF4 as its paper has it, element by element, and bitsandbytes' codes where it is installed."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from kernel_cases import interpreted
 from torch import Tensor
 
 from meshwright.kernels.coded import NF4, CodedPart, decode, encode
@@ -92,3 +94,20 @@ def test_codes_are_those_of_bitsandbytes():
         assert (absmax.flatten() != state.absmax).float().mean() < 0.02
         second = torch.cat((state.state2.absmax, state.offset[None]))
         assert torch.allclose(scales.view(torch.float32), second, rtol=1e-5)
+
+
+@interpreted
+def test_one_kernel_decodes_nf4_to_the_same_bits():
+    codes, absmax, scales = encode("nf4", MATRIX)
+    stack = tuple(torch.stack(pair) for pair in zip((codes, absmax, scales), encode("nf4", 3 * MATRIX), strict=True))
+    cases = (
+        (CodedPart("nf4", 7), (codes, absmax, scales)),
+        (CodedPart("nf4", 7, row=20), (codes[20:], absmax[20:], scales)),
+        (CodedPart("nf4", 7, block=3), (codes[:, 96:160], absmax[:, 3:5], scales)),
+        (CodedPart("nf4", 7), stack),
+    )
+    for how, held in cases:
+        fused = replace(how, is_fused=True)
+        assert torch.equal(decode(fused, held, torch.float32), decode(how, held, torch.float32))
+        # The interpreter cuts bf16 off where a GPU rounds: a step of it away.
+        assert torch.allclose(decode(fused, held, torch.bfloat16), decode(how, held, torch.bfloat16), rtol=2**-7)

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.bench.optimizers import Learned, LearningPoint
-from meshwright.bench.sweep import MEASURED, WARM_UP
+from meshwright.bench.sweep import MEASURED
 from meshwright.config.run import Run
 from meshwright.cost.flops import attention_flops, causal_step_flops, hardware_flops, step_flops, utilization
 from meshwright.data.prepare import prepare
@@ -156,7 +156,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     waterfall: Waterfall | None = None
 
 
-def measure(place: Place, run: Run, cache: Path, folder: Path, traced: int) -> None:
+def measure(place: Place, run: Run, cache: Path, folder: Path, traced: int, warm_up: int) -> None:
     """Be one rank; the first leaves what all of them saw. The last `traced` steps are taken apart, and not timed."""
     with world(run, place) as mesh:
         corpus = prepare(run, cache, lambda text: None)
@@ -169,7 +169,7 @@ def measure(place: Place, run: Run, cache: Path, folder: Path, traced: int) -> N
         with explaining(run, mesh.device, state):
             marks = list(_marks(islice(results, run.steps - traced), mesh))
         *steps, first = _largest([*_seconds(marks, mesh), marks[0][1] - began], mesh)
-        answer = _answer(run, mesh, steps[WARM_UP - 1 :], first, [mark[2] for mark in marks[WARM_UP:]], before)
+        answer = _answer(run, mesh, steps[warm_up - 1 :], first, [mark[2] for mark in marks[warm_up:]], before)
         if traced:
             falls = waterfall(results, traced, mesh.device, _ideal(run, answer.device), folder / "trace.json")
             answer = msgspec.structs.replace(answer, waterfall=falls)

@@ -7,6 +7,7 @@ run's digest, so that a bench that was stopped goes on where it was.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from meshwright.spec.problem import InputError, Problem
 LEARN = Remote("meshwright.bench.measure", "learn")
 FIRST = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the usual rate
 RATES = 8  # that every optimizer tries
+TIMED = 20  # steps that an optimizer's best rate is timed over by itself, where others ran beside it
 # The usual rate ÷ AdamW's: SGD's gradients are not divided by their size, SM3's by a sum that only grows; Lion moves
 # every element by the whole rate; LAMB's rate is a share of a matrix's own norm.
 USUAL = {"sgd": 100.0, "sm3": 50.0, "lion": 0.2, "lamb": 5.0, "onebit_lamb": 5.0}
@@ -136,10 +138,16 @@ class OptimizerBench:
         self.file, self.overrides = run_file(target), overrides
         self.folder, self.cache = folder, cache
 
-    def compare(self, names: Iterable[str], say: Callable[[str], None]) -> OptimizerTable:
-        """Train every optimizer with every rate; `say` hears of each run as it is done."""
+    def compare(
+        self, names: Iterable[str], say: Callable[[str], None], *, rates: int = RATES, at_once: int = 1
+    ) -> OptimizerTable:
+        """Train every optimizer with every rate, so many of them at a time; `say` hears of each run as it is done."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        rows, one = tuple(self._row(name, say) for name in names), self.one
+        with ThreadPoolExecutor(at_once) as pool:
+            rows = tuple(pool.map(lambda name: self._row(name, rates, say), names))
+        if at_once > 1:
+            rows = tuple(self._timed_alone(row) for row in rows)
+        one = self.one
         device = next((row.best.device for row in rows if row.best), "")
         return OptimizerTable(
             run=one.name,
@@ -150,10 +158,10 @@ class OptimizerBench:
             rows=rows,
         )
 
-    def _row(self, name: str, say: Callable[[str], None]) -> OptimizerRow:
+    def _row(self, name: str, rates: int, say: Callable[[str], None]) -> OptimizerRow:
         found: dict[float, Learned] = {}  # by factors of the usual rate
         ranks, usual = 1, self.one.optim.lr * USUAL.get(name, 1.0)
-        while len(found) < RATES:
+        while len(found) < rates:
             factor = next_factor({each: learned.loss for each, learned in found.items()})
             rate = _rate(usual, factor)
             try:
@@ -171,6 +179,16 @@ class OptimizerBench:
         tried = tuple(TriedRate(rate=_rate(usual, each), loss=found[each].points[-1].loss) for each in sorted(found))
         best = min(found, key=lambda each: found[each].loss)
         return OptimizerRow(name=name, ranks=ranks, tried=tried, rate=_rate(usual, best), best=found[best])
+
+    def _timed_alone(self, row: OptimizerRow) -> OptimizerRow:
+        """The same losses, with the seconds that a step takes when no other run shares the device."""
+        if row.best is None:
+            return row
+        steps = min(self.one.steps, max(TIMED, self.one.optim.warmup + 1))
+        alone = _run(self.file, [*self.overrides, f"steps={steps}"], row.name, row.rate)
+        seconds = self._learned(alone).step_seconds
+        points = tuple(LearningPoint(each.step, each.step * seconds, each.loss) for each in row.best.points)
+        return msgspec.structs.replace(row, best=msgspec.structs.replace(row.best, points=points, step_seconds=seconds))
 
     def _learned(self, run: Run) -> Learned:
         """Train, unless this very run was trained before."""

@@ -53,6 +53,7 @@ class SweepSetup(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path  # for tokens and traces
     machine: PredictionSource  # that predictions are about
     traced: int = 0  # steps at the end that are taken apart
+    warm_up: int = WARM_UP  # steps at the start that do not count
 
 
 def predicted(run: Run, found: dict[str, Any], here: PredictionSource) -> dict[str, Any]:
@@ -110,11 +111,12 @@ def runs(
     say: Callable[[str], None],
     *,
     ranks: int | None = None,
+    warm_up: int = WARM_UP,
 ) -> list[tuple[str, Run]]:
     """A run for each plan, of so many ranks if stated. A known model is fed random tokens; a run file its data."""
     file = run_file(target)
     words = [] if file else [f"arch.preset={target or 'tiny'}", f"data.source={folder / TOKENS}", "data.format=nanogpt"]
-    words += [*overrides, f"steps={steps + WARM_UP}", "data.eval_fraction=0.0", "eval.every=0"]
+    words += [*overrides, f"steps={steps + warm_up}", "data.eval_fraction=0.0", "eval.every=0"]
     words += ["eval.sample_tokens=0", "checkpoint.every=0"]
     made = []
     for name, plan in plans:
@@ -135,7 +137,7 @@ def sweep(planned: list[tuple[str, Run]], setup: SweepSetup, report: Callable[[R
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
         try:
-            run_ranks(MEASURE, run.plan.world, (run, setup.cache, place, setup.traced), LONGEST)
+            run_ranks(MEASURE, run.plan.world, (run, setup.cache, place, setup.traced, setup.warm_up), LONGEST)
         except RuntimeError as error:
             rows.append(_failed(name, error))
         else:
@@ -165,7 +167,7 @@ def rank_row(name: str, run: Run, place: Place, setup: SweepSetup) -> Row | None
     """Be one rank of a run that somebody else has launched; the first has the row."""
     mine = setup.folder / f"rank{place.rank}"
     mine.mkdir(parents=True, exist_ok=True)
-    MEASURE(place, run, setup.cache, mine, setup.traced)
+    MEASURE(place, run, setup.cache, mine, setup.traced, setup.warm_up)
     return _read(name, run, mine, setup) if place.rank == 0 else None
 
 

@@ -42,6 +42,9 @@ def add_bench(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--steps", type=words.count, default=10, help="steps that count, after the warm-up (default 10)")
     verb.add_argument(
+        "--warm-up", type=words.count, default=5, metavar="N", help="steps before those (default 5; 1 if they are long)"
+    )
+    verb.add_argument(
         "--waterfall", action="store_true", help="profile steps: where the time goes, from peak to achieved"
     )
     verb.add_argument(
@@ -51,7 +54,7 @@ def add_bench(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--optimizers",
         action="store_true",
-        help="train the run with every optimizer, each by the best of eight rates",
+        help="train the run with every optimizer, each by the best of some rates",
     )
     verb.add_argument(
         "--only",
@@ -59,6 +62,16 @@ def add_bench(verb: argparse.ArgumentParser) -> None:
         default=[],
         choices=sorted(OPTIMIZERS),
         help="with --optimizers: this; may be repeated",
+    )
+    verb.add_argument(
+        "--rates", type=words.count, metavar="N", help="with --optimizers: learning rates that each tries (default 8)"
+    )
+    verb.add_argument(
+        "--at-once",
+        type=words.count,
+        default=1,
+        metavar="N",
+        help="with --optimizers: how many train beside each other",
     )
     verb.add_argument("--picture", type=Path, help="with --optimizers: an SVG of loss against step and wall-clock")
     verb.add_argument("--profile", type=Path, help="predict from this machine profile, as --probe wrote it")
@@ -83,7 +96,9 @@ def bench(options: argparse.Namespace) -> int:
         plans += [(name, plan.format(n=options.ranks or SWEPT)) for name, plan in sweep.FAMOUS.items()]
     steps = options.steps + (TRACED if options.waterfall else 0)
     ranks = None if options.sweep else options.ranks  # whose plans have them already
-    planned = sweep.runs(target, overrides, plans or [("", "")], steps, options.folder, say, ranks=ranks)
+    planned = sweep.runs(
+        target, overrides, plans or [("", "")], steps, options.folder, say, ranks=ranks, warm_up=options.warm_up
+    )
     if here is None and options.ranks is None:
         found = [problem for _, run in planned for problem in preflight.device_problems(run, env.gpu_names())]
         if found:
@@ -129,6 +144,7 @@ def _setup(options: argparse.Namespace, here: Place | None, most: int) -> "Sweep
         folder=options.folder,
         machine=PredictionSource(given=given, probed=probed),
         traced=TRACED if options.waterfall else 0,
+        warm_up=options.warm_up,
     )
 
 
@@ -186,8 +202,9 @@ def optimizers(options: argparse.Namespace) -> int:
         raise InputError(found)
     names = options.only or list(OPTIMIZERS)
     size = f"{compared.one.steps} steps of {compared.one.tokens} tokens"
-    say(f"{len(names)} optimizers, {RATES} learning rates each, {size}")
-    answer = compared.compare(names, _progress(say, len(names) * RATES))
+    rates = options.rates or RATES
+    say(f"{len(names)} optimizers, {rates} learning rates each, {size}")
+    answer = compared.compare(names, _progress(say, len(names) * rates), rates=rates, at_once=options.at_once)
     say(table(answer))
     if options.out:
         options.out.write_bytes(msgspec.json.format(msgspec.json.encode(answer)) + b"\n")

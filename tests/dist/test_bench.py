@@ -113,3 +113,14 @@ def test_launched_ranks_probe_the_way_between_nodes(tmp_path):
     profile = read_profile(tmp_path / "p.json")
     assert {each.domains for each in profile.collectives} == {2}
     assert second.stdout == ""
+
+
+@pytest.mark.slow
+def test_steps_that_warm_up_can_be_fewer(probed):
+    folder, _ = probed
+    one, usual = (
+        meshwright("bench", *SMALL, *more, "--profile", "p.json", "--json", folder=folder)
+        for more in (("--warm-up", "1"), ())
+    )
+    losses = [json.loads(done.stdout)["loss"] for done in (one, usual)]
+    assert losses[0] > losses[1]  # of the third step and of the seventh

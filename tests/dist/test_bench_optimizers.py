@@ -34,3 +34,19 @@ def test_rates_are_tried_alike_and_what_was_trained_is_not_trained_again(tmp_pat
     again = meshwright(*WORDS, folder=tmp_path)
     assert json.loads(again.stdout) == found
     assert kept == {file: file.stat().st_mtime_ns for file in (tmp_path / "runs/bench/optimizers").iterdir()}
+
+
+@pytest.mark.slow
+def test_optimizers_beside_each_other_are_timed_apart(tmp_path):
+    write_text(tmp_path)
+    several = [*WORDS[:-5], "--only", "lion", "--rates", "2", "--at-once", "2", "--json"]
+    done = meshwright(*several, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["name"] for row in rows] == ["adamw", "onebit_adam", "lion"]
+    for row in rows:
+        assert len(row["tried"]) == 2
+        # What a step takes when nothing else runs, times the steps until then.
+        assert [point[1] for point in row["best"]["points"]] == pytest.approx(
+            [point[0] * row["best"]["step_seconds"] for point in row["best"]["points"]]
+        )

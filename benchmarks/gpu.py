@@ -83,13 +83,14 @@ def ours(case: Case, folder: Path) -> dict[str, Any]:
     return benched(words_of(case), case.plan, folder)
 
 
-def benched(words: list[str], plan: str, folder: Path) -> dict[str, Any]:
+def benched(words: list[str], plan: str, folder: Path, times: int = RUNS, *more: str) -> dict[str, Any]:
     """The slowest of our own runs, through the program as a user would, and the medians of all."""
-    command = [sys.executable, "-m", "meshwright", "bench", *words, *["--plan", plan] * RUNS]
-    command += ["--steps", "12", "--json", "--folder", str(folder)]
+    command = [sys.executable, "-m", "meshwright", "bench", *words, *["--plan", plan] * times]
+    command += ["--steps", "12", "--json", "--folder", str(folder), *more]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     found = json.loads(lines[-1]) if lines else [{"error": done.stderr[-2000:]}]
+    found = found if isinstance(found, list) else [found]  # one plan's answer stands alone
     if failed := next((each for each in found if each["error"]), None):
         return failed
     seconds = [each["step_seconds"] for each in found]
@@ -116,9 +117,14 @@ def _peer(case: Case, name: str) -> dict[str, Any]:
 def promise(record: dict[str, Any], profile: Profile | None = None) -> dict[str, Any]:
     """What the planner promises today of a step that was measured, as `meshwright bench` does."""
     case = Case(**record["case"])
-    target, *overrides = words_of(case)
-    [(_, run)] = runs(target, overrides, [(case.plan, case.plan)], 12, Path(), print)
-    return predicted(run, record["ours"], PredictionSource(given=profile, probed=lambda: None))
+    return promised(words_of(case), case.plan, record["ours"], profile)
+
+
+def promised(words: list[str], plan: str, ours: dict[str, Any], profile: Profile | None = None) -> dict[str, Any]:
+    """The same of a model and overrides, as a user would write them."""
+    target, *overrides = words
+    [(_, run)] = runs(target, overrides, [(plan, plan)], 12, Path(), print)
+    return predicted(run, ours, PredictionSource(given=profile, probed=lambda: None))
 
 
 def promise_again(file: Path) -> None:

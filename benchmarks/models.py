@@ -2,12 +2,13 @@
 
     python benchmarks/models.py --peers                             # needs transformers, and peft for rows of adapters
     python benchmarks/models.py --peers --tiny --out /tmp/tiny.json # the rows in small, on any machine: no figures
+    python benchmarks/models.py --promise                           # measure nothing: make a record's promises anew
 
-Ours runs through `meshwright bench`, in processes of its own, three times, and the slowest counts. The peer is the
-model that transformers makes of the config.json that `convert` would write, compiled as a whole, with fused AdamW,
-clipped and updated every step; its fastest run counts. Models are trained whole from fp32 weights under autocast; of
-adapters the base is bf16 and frozen, and peft's LoRA is beside every linear layer. A family's step is also put beside
-that of a Llama of the same shapes (`like`). Rows of an earlier record stay.
+Ours runs through `meshwright bench`, in processes of its own, `--runs` times (three), and the slowest counts. The peer
+is the model that transformers makes of the config.json that `convert` would write, compiled as a whole, with fused
+AdamW, clipped and updated every step; its fastest run counts. Models are trained whole from fp32 weights under
+autocast; of adapters the base is bf16 and frozen, and peft's LoRA is beside every linear layer. A family's step is also
+put beside that of a Llama of the same shapes (`like`). Rows of an earlier record stay.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from gpu import RUNS, benched
+from gpu import RUNS, benched, promised
 
 from meshwright.config.huggingface import config_of
 from meshwright.config.presets import preset
@@ -87,10 +88,29 @@ def in_small(row: Row) -> Row:
     return row._replace(preset=row.tiny, layers=0, microbatch=2, sequence=64, plan=plan, words=row.words + wide)
 
 
-def ours(row: Row, words: list[str], folder: Path) -> dict[str, Any]:
+def ours(row: Row, words: list[str], options: argparse.Namespace) -> dict[str, Any]:
     """Our own step of a model."""
     sizes = [f"batch={row.microbatch}", f"sequence={row.sequence}", *row.words.split()]
-    return benched([*words, *sizes], row.plan, folder)
+    more = ["--waterfall"] if options.waterfall else []
+    return benched([*words, *sizes], row.plan, options.folder, options.runs, *more)
+
+
+def words_of(row: Row) -> list[str]:
+    """The model of a row, as a user would write it."""
+    return [row.preset, *([f"arch.layers={row.layers}"] if row.layers else [])]
+
+
+def promise_again(file: Path) -> None:
+    """Give what is ours in a record today's promise."""
+    records = json.loads(file.read_text())
+    for record in records:
+        row = Row(**record["row"])
+        sizes = [f"batch={row.microbatch}", f"sequence={row.sequence}", *row.words.split()]
+        for key, words in (("ours", words_of(row)), ("like", as_llama(arch_of(row)))):
+            if record[key]:
+                record[key] |= promised([*words, *sizes], row.plan, record[key])
+        print(line(row, record))
+    file.write_text(json.dumps(records, indent=1) + "\n")
 
 
 def as_llama(arch: Arch) -> list[str]:
@@ -190,25 +210,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--peer", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--promise", action="store_true", help="measure nothing: make the promises of --out anew")
     parser.add_argument("--tiny", action="store_true", help="the rows in small: whether everything runs")
-    parser.add_argument("--only", default="", metavar="NAME", choices=["", *(row.name for row in ROWS)])
+    parser.add_argument("--only", action="append", metavar="NAME", choices=[row.name for row in ROWS])
+    parser.add_argument("--alone", action="store_true", help="no Llama of the same shapes beside it")
+    parser.add_argument("--runs", type=int, default=RUNS, metavar="N", help="of ours, in processes of their own")
+    parser.add_argument("--waterfall", action="store_true", help="take our steps apart too")
+    parser.add_argument("--layers", type=int, default=0, metavar="N", help="so few of each model: no figures")
     parser.add_argument("--out", type=Path, default=Path("results/models.json"))
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"))
     options = parser.parse_args()
+    if options.promise:
+        promise_again(options.out)
+        return
     if options.peer:
         print(json.dumps(measure_peer(Row(**json.loads(options.peer)))))
         return
     before = json.loads(options.out.read_text()) if options.out.exists() else []
     records = {record["row"]["name"]: record for record in before}
     print("row                 step ms  tokens/s     MFU    GiB  ledger   peer ×  Llama ×")
-    for row in (each for each in ROWS if options.only in ("", each.name)):
+    for row in (each for each in ROWS if not options.only or each.name in options.only):
         row = in_small(row) if options.tiny else row
-        words = [row.preset, *([f"arch.layers={row.layers}"] if row.layers else [])]
-        found = {"row": row._asdict(), "ours": ours(row, words, options.folder)}
+        row = row._replace(layers=options.layers) if options.layers else row
+        found = {"row": row._asdict(), "ours": ours(row, words_of(row), options)}
         found["peer"] = peer(row) if options.peers and row.peer else {}
-        found["like"] = ours(row, as_llama(arch_of(row)), options.folder) if row.like else {}
+        found["like"] = ours(row, as_llama(arch_of(row)), options) if row.like and not options.alone else {}
         records[row.name] = found
         print(line(row, found), flush=True)
+        for bar in (found["ours"].get("waterfall") or {}).get("shares", []):
+            print(f"    {bar['name']:<24}{bar['seconds'] * 1e3:>10.1f} ms{bar['share']:>8.1%}")
         options.out.write_text(
             json.dumps([records[each.name] for each in ROWS if each.name in records], indent=1) + "\n"
         )

@@ -37,6 +37,7 @@ SHAPES = {
 }
 TOKENS, SEQUENCE = 524_288, 8192  # of a step
 MICROBATCH = {"small": 16, "llama3-1b": 4, "llama3-8b-16": 1}
+WARMING, STEPS = 1, {"small": 3, "llama3-1b": 2, "llama3-8b-16": 1}  # of up to 64 microbatches each
 OPTIMIZERS = {"adamw": [], "muon": ["optim.name=muon"], "adamw int8": ["optim.state_dtype=int8"]}
 UPDATES, WARM_UP = 10, 3
 
@@ -94,7 +95,7 @@ def update(shape: str) -> dict[str, Any]:
     one = torch.ones((), dtype=torch.float64, device=device())
     verdict = GradStats(loss=one, norm=one, finite=one, factor=one)
     row: dict[str, Any] = {"shape": shape}
-    for name in ("muon", "adamw"):
+    for name in OPTIMIZERS:
         run = load.load(None, [f"arch.preset={SHAPES[shape][0]}", *SHAPES[shape][1:], *SPLIT, *OPTIMIZERS[name]]).run
         held = weights_of(run)
         optimizer = ResidentOptimizer(run.optim, held.values(), run.plan, list(held))
@@ -127,7 +128,8 @@ def step(shape: str, name: str) -> dict[str, Any]:
     words = [*SHAPES[shape], *SPLIT, *OPTIMIZERS[name], f"sequence={sequence}", f"batch={batch}"]
     plan = f"precision=bf16,microbatch={microbatch},grad_accum={batch // microbatch}"
     plan += "" if small else ",compile=true"
-    command = [sys.executable, "-m", "meshwright", "bench", *words, "--plan", plan, "--steps", "3", "--json"]
+    command = [sys.executable, "-m", "meshwright", "bench", *words, "--plan", plan, "--json"]
+    command += ["--warm-up", str(WARMING), "--steps", str(STEPS[shape])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     answer: dict[str, Any] = {"shape": shape, "optimizer": name, "tokens": tokens}
     if done.returncode:
@@ -151,7 +153,8 @@ def main() -> None:
         print(
             f"{shape}: Muon {1e3 * row['muon seconds']:.1f} ms, {row['flops'] / 1e12:.2f} TFLOP, "
             f"{row['flops'] / row['muon seconds'] / 1e12:.1f} of {row['matmul rate'] / 1e12:.1f} TFLOP/s "
-            f"({row['share of it']:.0%}); AdamW {1e3 * row['adamw seconds']:.1f} ms",
+            f"({row['share of it']:.0%}); AdamW {1e3 * row['adamw seconds']:.1f} ms, "
+            f"with int8 states {1e3 * row['adamw int8 seconds']:.1f} ms",
             flush=True,
         )
         for optimizer in OPTIMIZERS if options.steps_too else ():

@@ -31,6 +31,7 @@ INDEX_BYTES, MASK_BYTES = 8, 1
 OURS = "meshwright"  # the stack whose kernels are those of kernels/
 CHUNK_BYTES = 2**31  # of logits in one chunk of the loss, as in kernels/cross_entropy.py
 CHUNK_ROWS = 1024  # its rows are a multiple of this
+FROZEN_SHARE = 4  # such chunks in the place of one where the projection is frozen
 CLAMPED_COPIES = 7.0  # of gpt-oss's: gate and up, both clamped, a sigmoid, and two products
 FUSED_COPIES = 3.0  # of a gated layer: gate, up and their product
 NARROW_PRECISIONS = ("bf16", "fp16", "fp8")
@@ -218,7 +219,7 @@ def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
         wide=wide,
         attention="flash" if policy.recomputes_attention else stack.attention,
         mask=plan.microbatch * job.sequence**2 if job.masked and _has_dense_mask(job) else 0,
-        chunk=min(chunk_rows(job.arch.vocab, plan), whole) if has_chunks(job.arch, plan) and holds.chunked_loss else 0,
+        chunk=min(chunk_rows(job.arch, plan), whole) if has_chunks(job.arch, plan) and holds.chunked_loss else 0,
         left=holds.gathered_left * whole * job.arch.hidden if _leaves(plan, holds) else 0.0,
         out_copies=1 if _copies_out(job) else 0,
         fused_norm=fused_norm,
@@ -273,10 +274,16 @@ def has_chunks(arch: Arch, plan: Plan) -> bool:
     return plan.pp == 1 and not arch.compared and plan.kernels != "plain" and (plan.tp > 1 or plan.precision != "fp64")
 
 
-def chunk_rows(vocab: int, plan: Plan) -> int:
+def chunk_rows(arch: Arch, plan: Plan) -> int:
     """Rows of a chunk: the largest part of the vocabulary decides, so that all ranks of tp have as many."""
-    row = math.ceil(vocab / plan.tp) * ITEM_BYTES[plan.precision]
-    return max(CHUNK_BYTES // row // CHUNK_ROWS, 1) * CHUNK_ROWS
+    row = math.ceil(arch.vocab / plan.tp) * ITEM_BYTES[plan.precision]
+    most = CHUNK_BYTES if projects(arch) else CHUNK_BYTES // FROZEN_SHARE
+    return max(most // row // CHUNK_ROWS, 1) * CHUNK_ROWS
+
+
+def projects(arch: Arch) -> bool:
+    """Whether the projection to logits is trained."""
+    return arch.trains("embed.weight" if arch.tied else "head.weight")
 
 
 def padded_vocab(job: Job) -> int:
@@ -636,8 +643,7 @@ def _loss(work: MicrobatchShape) -> tuple[float, float]:
     gradient twice, wide: the sum so far and the next. Only then is it narrowed to what is saved.
     """
     if work.chunk:
-        projects = work.arch.trains("embed.weight" if work.arch.tied else "head.weight")
-        elements = work.vocab / work.tp * work.arch.hidden if projects else 0.0
+        elements = work.vocab / work.tp * work.arch.hidden if projects(work.arch) else 0.0
         sums = elements * (2 * work.wide - work.narrow) if work.chunk < work.whole else 0
         chunks = 2 if work.arch.logit_softcap else 1  # of which one is what the cap's gradient needs
         return elements * work.narrow, chunks * work.chunk * work.vocab / work.tp * work.narrow + sums

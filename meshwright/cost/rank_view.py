@@ -62,7 +62,7 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
     def loss_rows(self) -> int:
         """Rows of a microbatch whose logits exist at one time; all of them where the loss is not in chunks."""
         rows = self.plan.microbatch * self.positions
-        return min(chunk_rows(self.arch.vocab, self.plan), rows) if has_chunks(self.arch, self.plan) else rows
+        return min(chunk_rows(self.arch, self.plan), rows) if has_chunks(self.arch, self.plan) else rows
 
 
 class RecomputedBlocks(msgspec.Struct, frozen=True, kw_only=True):

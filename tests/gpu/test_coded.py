@@ -7,6 +7,7 @@ import torch
 from trials import make_corpus, make_run
 
 from meshwright.kernels.coded import CodedPart, decode, encode
+from meshwright.parallel import fused_kernels
 from meshwright.parallel import mesh as meshes
 from meshwright.train.build import build
 from meshwright.train.loop import StepResult, train
@@ -38,8 +39,11 @@ def trained(folder, *words: str) -> tuple[list[float], int]:
 
 
 @pytest.mark.parametrize("compiled", ["plan.compile=false", "plan.compile=true"])
-def test_a_run_by_the_kernel_is_the_plain_one_in_no_more_memory(folder, compiled):
+def test_a_run_by_the_kernel_is_the_one_without_it_in_no_more_memory(folder, monkeypatch, compiled):
     fused, peak = trained(folder, compiled)
-    plain, plain_peak = trained(folder, compiled, "plan.kernels=plain")
-    assert fused == pytest.approx(plain, rel=2e-2)  # other kernels of bf16: 2⁻⁸ of a logit, through four updates
+    torch.compiler.reset()
+    monkeypatch.setattr(fused_kernels, "decode_fused", lambda model: None)
+    plain, plain_peak = trained(folder, compiled)
+    # The same bits are multiplied; cuDNN's gradients are summed in any order, 2⁻⁸ of each in bf16 at the most.
+    assert fused == pytest.approx(plain, rel=1e-2)
     assert peak <= 1.02 * plain_peak  # four decoded layers would be 134 MB, twice what is there

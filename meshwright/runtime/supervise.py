@@ -52,6 +52,7 @@ class Supervisor:
             replicas = [replicas[each] for each in machine_replicas(plan, machines.machine, machines.count, spares)]
         self.here = sorted(rank for ranks in replicas for rank in ranks)
         self.judge = HangDetector(self.run.faults.hang_seconds, plan.world)
+        self.home = run_folder.FolderWatch(self.folder)
         run_folder.sweep()
         run_folder.sweep(run_folder.HOST_MEMORY)
         # Outside the ranks, so that it is there when they are gone.
@@ -107,7 +108,7 @@ class Supervisor:
 
     def _noted(self, verdict: Failure) -> Failure:
         """Keep what ended an attempt, and set aside what it puts in doubt."""
-        if verdict.kind not in ("input", "stopped"):
+        if verdict.kind not in ("input", "stopped") and not self.home.is_taken():
             failure.keep_end(verdict, self.folder, self.attempt_name)
         if verdict.good_until is not None:
             for home in self.homes():
@@ -148,6 +149,7 @@ class Supervisor:
     def close(self) -> None:
         """Leave no process behind, and no copy of the state in host memory."""
         self.server.close()
+        self.home.close()
         if self.memory is not None:
             self.memory.cleanup()
 

@@ -111,6 +111,8 @@ class Watch:
 
     def _failure(self) -> Failure:
         """The first rank that failed. One killed from outside leaves no words, and is nobody's victim."""
+        if self.supervisor.home.is_taken():  # and with it what ranks said
+            return run_folder.gone(self.folder)
         ended = {rank: code for rank, code in self.ranks.poll().items() if code}
         if min(ended.values()) > 0:  # a process with much to give back ends after its victims have heard of it
             time.sleep(FALL_SECONDS)

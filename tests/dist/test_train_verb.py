@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -228,6 +229,26 @@ def test_a_second_launcher_on_one_folder_is_refused_by_name(text):
     assert f"in use by process {launcher.pid}" in second.stderr
     launcher.terminate()
     launcher.communicate(timeout=HANG)
+
+
+@pytest.mark.parametrize("taken_by", ["removed", "renamed", "removed and made again"])
+def test_a_run_whose_folder_is_taken_away_says_so_and_leaves_none(text, taken_by):
+    folder = text / f"taken-{taken_by[:6]}{taken_by[8:9]}"
+    launcher = start(text, "--folder", folder.name)
+    wait_for_step(folder)
+    aside = folder.rename(text / f"{folder.name}-aside")
+    if taken_by != "renamed":
+        shutil.rmtree(aside)
+    if taken_by == "removed and made again":
+        folder.mkdir()
+        (folder / "run.toml").write_text("a run file of somebody else's")
+    said, errors = launcher.communicate(timeout=HANG)
+    assert launcher.returncode == 1  # nobody is to start it again unasked
+    assert f"what:    the run folder {folder.name} is gone: it was removed or renamed while" in errors
+    assert "done:" not in said
+    assert not (folder / "summary.json").exists()
+    left = {entry.name for entry in folder.iterdir()} if folder.exists() else set()
+    assert left == ({"run.toml"} if taken_by == "removed and made again" else set())
 
 
 def test_a_tracker_is_named_in_one_word(text):

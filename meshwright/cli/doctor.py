@@ -1,6 +1,7 @@
 """`meshwright doctor`: what each rank sees, what differs or is too small, and how fast machines reach each other."""
 
 import argparse
+import os
 import secrets
 import socket
 from contextlib import suppress
@@ -36,7 +37,7 @@ def add_doctor(verb: argparse.ArgumentParser) -> None:
 
 def doctor(options: argparse.Namespace) -> int:
     """Look at this machine, or as each rank of a job at all of them; exit code 1 if something is wrong."""
-    here = env.here() or ALONE
+    here, folder = env.here() or ALONE, nearest(options.folder)
     mine = msgspec.structs.replace(
         facts_of.look(env.gpu_names()),
         rank=here.rank,
@@ -45,20 +46,25 @@ def doctor(options: argparse.Namespace) -> int:
         address=_address(here),
     )
     if here.local_rank == 0:
-        require_folder(options.folder, "name another --folder")
-        disk = facts_of.disk_speed(options.folder)
+        require_folder(folder, "name another --folder")
+        disk = facts_of.disk_speed(folder)
         tried = {"disk_error": disk} if isinstance(disk, str) else {"disk": disk}
         mine = msgspec.structs.replace(mine, **tried, health=gpu_health())
     everyone, links = [mine], list[LinkFacts]()
     if here.world > 1:
         words.require_training()
-        everyone, links = _together(here, mine, options.folder)
+        everyone, links = _together(here, mine, folder)
         if here.rank:
             return Exit.DONE
     found = facts_of.findings(everyone, links, env.of_ranks())
     record = {"ranks": everyone, "links": links, "findings": found}
     words.show(options, record, _lines(everyone, links, found))
     return Exit.FAILED if any(one.kind == "problem" for one in found) else Exit.DONE
+
+
+def nearest(folder: Path) -> Path:
+    """A folder, or of one that is not there yet the one in which it will be made."""
+    return next((each for each in (folder, *folder.absolute().parents) if os.path.lexists(each)), folder)
 
 
 def _address(here: Place) -> str:

@@ -21,6 +21,7 @@ from meshwright.runtime.meeting import named
 from meshwright.runtime.nvml import gpu_health
 from meshwright.runtime.place import ALONE, Place
 from meshwright.spec.problem import mistake
+from meshwright.spec.units import plural
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -157,7 +158,8 @@ def _lines(everyone: list[RankFacts], links: list[LinkFacts], found: list[Findin
         joined = min((gpu.links for gpu in one.health or ()), default=0)
         gpus += f" with {joined} NVLinks" if joined else ""
         lines.append(
-            f"rank {one.rank} on {one.node}: {gpus}, {one.cores} cores, torch {one.torch or 'none'}, {nets}{hcas}{disk}"
+            f"rank {one.rank} on {one.node}: {gpus}, {plural(one.cores, 'core')}, torch {one.torch or 'none'}, "
+            f"{nets}{hcas}{disk}"
         )
     lines += [
         f"{link.first} – {link.second}: {link.bandwidth / 1e9:.2f} GB/s, {link.seconds * 1e6:.0f} µs there and back"

@@ -25,7 +25,7 @@ from meshwright.runtime.place import ALONE, Place, RankSpec
 from meshwright.runtime.records import Summary
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
-from meshwright.spec.units import GIB
+from meshwright.spec.units import GIB, plural
 
 if TYPE_CHECKING:
     from meshwright.launch.node import NodePlace
@@ -159,11 +159,14 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
         return Exit.DONE
     for warning in check.warnings(run):
         say(f"warning: {warning}")
-    say(f"{run.name}: {run.steps} steps of {run.tokens:,} tokens, {count(run.arch):,} parameters; in {folder}")
+    say(
+        f"{run.name}: {plural(run.steps, 'step')} of {plural(run.tokens, 'token')}, "
+        f"{count(run.arch):,} parameters; in {folder}"
+    )
     if claim.changes:
         say(_extension(claim.changes, run))
     say(f"plan: {run.plan}")
-    say(f"starting {world} ranks (or: torchrun --nproc-per-node {world} -m meshwright train …)")
+    say(f"starting {plural(world, 'rank')} (or: torchrun --nproc-per-node {world} -m meshwright train …)")
     environment = {**ranks.defaults(world), **env.of_ranks(options.debug)}  # what the user says comes last
     try:
         failed = _supervised(run, folder, options, environment, session=this_session())
@@ -243,7 +246,7 @@ def _launch_machine(run: Run, options: argparse.Namespace, place: "NodePlace") -
     session = MachineSession(run, folder, own, say)
     try:
         machines, is_new = session.meet()
-        which = f"machine {place.node} of {place.nodes}, {place.ranks} ranks"
+        which = f"machine {place.node} of {place.nodes}, {plural(place.ranks, 'rank')}"
         say(f"{run.name}: {which}; {'all are there' if is_new else 'joining the others'}; in {folder}")
         for line in (*(f"warning: {each}" for each in check.warnings(run)), f"plan: {run.plan}"):
             say(line)
@@ -397,7 +400,8 @@ def _tell_end(code: int, run: Run, folder: Path, options: argparse.Namespace) ->
 
 def _extension(changes: "list[Change]", run: Run) -> str:
     """What is no longer as it was in a run that is resumed."""
-    return f"resuming with {'; '.join(map(str, changes))}; the learning rate schedule is now that of {run.steps} steps"
+    steps = plural(run.steps, "step")
+    return f"resuming with {'; '.join(map(str, changes))}; the learning rate schedule is now that of {steps}"
 
 
 def _tell(summary: Summary | None, run: Run, options: argparse.Namespace) -> None:
@@ -411,7 +415,7 @@ def _tell(summary: Summary | None, run: Run, options: argparse.Namespace) -> Non
     attempts = f"; {summary.attempts} attempts" if summary.attempts > 1 else ""
     lines = [
         "",
-        f"done: {summary.step} steps in {summary.seconds:.0f} s on {summary.ranks} ranks",
+        f"done: {plural(summary.step, 'step')} in {summary.seconds:.0f} s on {plural(summary.ranks, 'rank')}",
         f"  loss        {summary.first_loss:.4f} → {summary.loss:.4f}{validation}",
         f"  speed       {summary.tokens_per_second:,.0f} tokens/s{utilized(summary)}",
         f"  first loss  after {summary.seconds_to_first_loss:.1f} s",

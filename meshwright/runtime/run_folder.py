@@ -28,6 +28,7 @@ from meshwright.spec.optimizers import DESCRIPTIONS, description_of
 from meshwright.spec.params import count as count_parameters
 from meshwright.spec.params import saved, trained
 from meshwright.spec.problem import InputError, Problem, mistake
+from meshwright.spec.units import plural
 
 LOCK, DATA, STOP = "lock", "data.json", "stop"  # the last: put there by people, to have the run save and end
 NAMED = re.compile(r"(?P<name>.+)-[0-9a-f]{8}")  # a folder that nobody named
@@ -284,12 +285,12 @@ def _obstacle(folder: Path, there: Run, run: Run, found: list[Change], extend: b
         return Problem(f"{folder} belongs to another run, and cannot be resumed with {why}", OTHERWISE)
     summary, saved = read_summary(folder), max(present(folder / CHECKPOINTS), default=0)
     done = saved if summary is None else summary.step
-    more = f"ask for more than {done} steps" if run.steps < done or (summary and run.steps == done) else ""
+    more = f"ask for more than {plural(done, 'step')}" if run.steps < done or (summary and run.steps == done) else ""
     if not extend and not (is_length and (more or run.steps > there.steps)):
         remedy = f"add --extend to resume from its newest checkpoint with these changes, {OTHERWISE}"
         return Problem(f"{folder} belongs to another run ({listed})", f"{more} and {remedy}" if more else remedy)
     if more:
-        what = f"{folder} has made {done} steps, and steps = {run.steps} asks for no more"
+        what = f"{folder} has made {plural(done, 'step')}, and steps = {run.steps} asks for no more"
         return Problem(what, f"{more}, {OTHERWISE}", "steps")
     own, texts = folder / TOKENIZER, {"data.source", "data.mix", "data.format", "data.field"}
     if own.exists() and run.data.tokenizer == "train" and texts & {each.key for each in found}:

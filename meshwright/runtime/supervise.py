@@ -22,6 +22,7 @@ from meshwright.runtime.place import RankSpec, local
 from meshwright.runtime.ranks import ForkServer, ForkServerError, Ranks
 from meshwright.runtime.watch import StopRequest, Watch, newest_step, set_aside
 from meshwright.spec.problem import InputError
+from meshwright.spec.units import plural
 
 
 @dataclass
@@ -81,12 +82,14 @@ class Supervisor:
                 return verdict  # who starts several machines starts them again
             elif self._is_futile():
                 remedy = (
-                    f"{self.run.faults.restarts} restarts in a row brought no newer checkpoint (faults.restarts): "
-                    "find the cause, then run the same command again to resume"
+                    f"{plural(self.run.faults.restarts, 'restart')} in a row brought no newer checkpoint "
+                    "(faults.restarts): find the cause, then run the same command again to resume"
                 )
                 return msgspec.structs.replace(verdict, remedy=remedy)
             else:
-                charged = f"; {self.wasted} of {self.run.faults.restarts} attempts brought no newer checkpoint"
+                charged = (
+                    f"; {self.wasted} of {plural(self.run.faults.restarts, 'attempt')} brought no newer checkpoint"
+                )
                 remedy = f"nothing: restarting {self._from()}{charged if self.wasted else ''}"
             self.say(str(msgspec.structs.replace(verdict, remedy=remedy)))
             if not self._met_again():

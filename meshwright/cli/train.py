@@ -139,6 +139,7 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     from meshwright.runtime import ranks
     from meshwright.runtime import run_folder as folders
     from meshwright.runtime.failure import this_session
+    from meshwright.train import eval_command
 
     say, world = _teller(options.json), run.plan.world
     folder = options.folder or folders.find(run, fresh=options.fresh, extend=options.extend)
@@ -153,7 +154,10 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     claim = folders.Claim(folder, run, fresh=options.fresh, extend=options.extend)
     (folder / folders.STOP).unlink(missing_ok=True)  # it was for those who have stopped
     if claim.finished is not None:
-        claim.release()
+        try:
+            eval_command.make_up(run, folder, say)
+        finally:
+            claim.release()
         say(f"{folder} has finished this run; ask for more steps to continue it, or add --fresh to train it again")
         _tell(claim.finished, run, options)
         return Exit.DONE
@@ -231,11 +235,14 @@ def _launch_machine(run: Run, options: argparse.Namespace, place: "NodePlace") -
     from meshwright.runtime import run_folder as folders
     from meshwright.runtime.links import interface_towards, is_loopback
     from meshwright.runtime.machines import Machines
+    from meshwright.train import eval_command
 
     if problems := [*check.divide_replicas(run, place.nodes)]:
         raise InputError(problems)
     say, folder = _teller(options.json), options.folder or folders.find(run)
     if not folders.check_owner(folder, run) and (finished := folders.read_summary(folder)) is not None:
+        if place.node == 0:
+            eval_command.make_up(run, folder, say)
         say(f"{folder} has finished this run; ask for more steps to continue it")
         _tell(finished, run, options)
         return Exit.DONE
@@ -278,6 +285,7 @@ def _order(folder: Path, options: argparse.Namespace, **own: Any) -> RankSpec:
 def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
     """Be one rank of a job that torchrun, Slurm or MPI started; a sidecar of the first one here watches them all."""
     from meshwright.runtime import run_folder as folders
+    from meshwright.train import eval_command
 
     if problems := [*check.need_own_starter(run, here.launcher, has_memory=bool(env.memory()))]:
         raise InputError(problems)
@@ -295,7 +303,9 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
         changed, patience = True, min(patience, HELD_SECONDS)
     if not fresh and not changed and (finished := folders.read_summary(folder)) is not None:
         if here.rank == 0:
-            _teller(options.json)(f"{folder} has finished this run; ask for more steps, or add --fresh")
+            say = _teller(options.json)
+            eval_command.make_up(run, folder, say)
+            say(f"{folder} has finished this run; ask for more steps, or add --fresh")
             _tell(finished, run, options)
         return Exit.DONE
     if env.attempt() > 1 and (folder / folders.STOP).exists():

@@ -168,7 +168,7 @@ class Watch:
         remedy = failure.AGAIN
         if self._is_done():
             what = "all steps are done, and the last eval.command is not"
-            remedy = "nothing is lost but its numbers: run it by hand on what `meshwright convert` writes"
+            remedy = "run the same command again: it runs eval.command on the model, and nothing else"
         return Failure(
             kind="stopped",
             code=Exit.INTERRUPTED if interrupted else Exit.PREEMPTED if saved else Exit.RESUMABLE,

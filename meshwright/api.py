@@ -16,6 +16,7 @@ from meshwright.runtime.place import Place, cores, local
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.units import plural
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,7 +74,7 @@ def _machines(given: "Cluster | str", plan: Plan) -> "Cluster":
     if machines.gpus == 1 and isinstance(given, str):
         return cluster(given, gpus=plan.world)
     if machines.gpus < plan.world:
-        what = f"the plan has {plan.world} ranks, and {machines.name} has {machines.gpus} GPUs"
+        what = f"the plan has {plural(plan.world, 'rank')}, and {machines.name} has {plural(machines.gpus, 'GPU')}"
         raise InputError([Problem(what, "name more GPUs, or price a smaller plan", "cluster")])
     return machines
 
@@ -128,7 +129,7 @@ def train(run: Run, folder: str | Path | None = None, say: Say = _silent) -> "It
     here = env.here()
     started = 1 if here is None else here.world
     if run.plan.world != started:
-        what = f"the plan has {run.plan.world} ranks, and {started} {'is' if started == 1 else 'are'} here"
+        what = f"the plan has {plural(run.plan.world, 'rank')}, and {started} {'is' if started == 1 else 'are'} here"
         remedy = f"start the script by torchrun --nproc-per-node {run.plan.world}, or load the run with ranks={started}"
         raise InputError([Problem(what, remedy, "plan")])
     return _steps(run, here, None if folder is None else Path(folder), say)

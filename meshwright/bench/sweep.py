@@ -22,6 +22,7 @@ from meshwright.runtime.place import Place
 from meshwright.runtime.ranks import Remote, run_ranks
 from meshwright.search import budget
 from meshwright.search.budget import job_of
+from meshwright.spec.units import plural
 
 PROBE = Remote("meshwright.bench.probe", "probe_ranks")
 WARM_UP = 5  # steps before the first that counts: compilation, autotuning, the allocator
@@ -97,7 +98,7 @@ def cached_probe(cache: Path, ranks: int, say: Callable[[str], None]) -> Profile
     """The quick probe of this machine with so many ranks: measured once for each torch, and kept."""
     target = cache / "profiles" / f"{platform.node()}-{ranks}-torch-{version('torch')}.json"
     if not target.exists():
-        say(f"measuring this machine once with {ranks} rank(s), to predict from; kept in {target}")
+        say(f"measuring this machine once with {plural(ranks, 'rank')}, to predict from; kept in {target}")
         return probe_here(ranks, True, target)
     return read_profile(target)
 

@@ -30,6 +30,7 @@ from meshwright.runtime.files import replace_json
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import buffers, count, params
 from meshwright.spec.problem import InputError, Problem, mistake
+from meshwright.spec.units import plural
 
 SEED = 20_170_612  # any constant: the same tokens for every check
 
@@ -220,7 +221,7 @@ def convert(
             )
     within = f"max difference {report.largest_difference:.3g}, tolerance {report.tolerance:.3g}"
     say(f"logits match ({within}; {report.checked_with})")
-    say(f"wrote {target}: {report.dtype}, {len(report.files)} files, {report.bytes / 1e6:.1f} MB")
+    say(f"wrote {target}: {report.dtype}, {plural(len(report.files), 'file')}, {report.bytes / 1e6:.1f} MB")
     for name in report.files:
         say(f"  {name}")
     return report

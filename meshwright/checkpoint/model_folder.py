@@ -7,6 +7,7 @@ not at all.
 
 import hashlib
 import math
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +32,7 @@ from meshwright.config.huggingface import ARCH, CONFIG, INDEX, SINGLE, TOKENIZER
 from meshwright.config.weights import ADAPTER, TEXT, AdapterNote, FolderDescription, Kind, describe, with_ahead
 from meshwright.kernels.coded import CodedPart, decode, encode
 from meshwright.models.init import initial
-from meshwright.runtime.files import replace_file, replace_json
+from meshwright.runtime.files import held_folder, replace_file, replace_json, sweep_beside
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import Param, buffers, params, trained
 from meshwright.spec.problem import InputError, Problem
@@ -602,6 +603,8 @@ def staged(target: Path, *, replace: bool = False) -> Iterator[Path]:
     except OSError as error:
         text = f"{target} cannot be written: {error.strerror}"
         raise InputError([Problem(text, "choose a folder that you may write to")]) from None
+    sweep_beside(target)
+    held = held_folder(stage)
     try:
         yield stage
         old = stage.with_suffix(".old")
@@ -612,6 +615,8 @@ def staged(target: Path, *, replace: bool = False) -> Iterator[Path]:
             shutil.rmtree(old)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
+        if held is not None:
+            os.close(held)
 
 
 def _mismatches(

@@ -15,7 +15,7 @@ from meshwright.runtime.files import require_file, require_folder
 from meshwright.runtime.place import Place
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.problem import InputError, Problem
-from meshwright.spec.units import GIB
+from meshwright.spec.units import GIB, plural
 
 if TYPE_CHECKING:
     from meshwright.bench.optimizers import LearningPoint, OptimizerTable
@@ -113,7 +113,7 @@ def bench(options: argparse.Namespace) -> int:
     else:  # one rank of the only plan, in a job that somebody else has launched
         (name, run), *more = planned
         if more or run.plan.world != here.world:
-            text = f"{here.launcher} started {here.world} ranks, which can measure one plan of as many"
+            text = f"{here.launcher} started {plural(here.world, 'rank')}, which can measure one plan of as many"
             raise InputError([Problem(text, "give one --plan of that world, and start the job once for each", "plan")])
         sweep.feed(planned, setup)
         row = sweep.rank_row(name, run, here, setup)
@@ -201,7 +201,7 @@ def optimizers(options: argparse.Namespace) -> int:
     if found := list(preflight.device_problems(compared.one, env.gpu_names())):
         raise InputError(found)
     names = options.only or list(OPTIMIZERS)
-    size = f"{compared.one.steps} steps of {compared.one.tokens} tokens"
+    size = f"{plural(compared.one.steps, 'step')} of {plural(compared.one.tokens, 'token')}"
     rates = options.rates or RATES
     say(f"{len(names)} optimizers, {rates} learning rates each, {size}")
     answer = compared.compare(names, _progress(say, len(names) * rates), rates=rates, at_once=options.at_once)
@@ -262,7 +262,7 @@ def probe(options: argparse.Namespace) -> int:
         print(msgspec.json.format(msgspec.json.encode(profile)).decode())
     best = max(profile.products, key=lambda each: each.m * each.n * each.k / each.seconds)
     rate = 2 * best.m * best.n * best.k / best.seconds / 1e12
-    threads = f", {profile.threads} thread(s) per rank" if profile.threads else ""
+    threads = f", {plural(profile.threads, 'thread')} per rank" if profile.threads else ""
     say(f"{profile.device}{threads}: matmul up to {rate:.3g} TFLOP/s ({best.m} × {best.n} × {best.k}, {best.dtype}),")
     say(f"copies {profile.copy_bandwidth / 1e9:.0f} GB/s, a launch {profile.launch_seconds * 1e6:.1f} µs")
     if profile.host_bandwidth:

@@ -16,6 +16,7 @@ from meshwright.launch.job import Target
 from meshwright.runtime.files import printable
 from meshwright.spec.addresses import has_secret, is_address, without_secret
 from meshwright.spec.problem import InputError, mistake
+from meshwright.spec.units import plural
 
 if TYPE_CHECKING:  # imported when the words are known to be right
     from tokenizers import Tokenizer
@@ -115,7 +116,8 @@ def _prepare(options: argparse.Namespace) -> int:
         corpus = prepare(run, env.cache(), say)  # conversations too, and what can only be said of the whole
         chats = sum(each.tokens for each in corpus.chats if each is not None)  # which are not made in pieces
         report = msgspec.structs.replace(report, tokens=report.tokens + chats)
-    speed = f"{report.tokens:,} tokens; {report.made} pieces in {report.seconds:.0f} s, {report.found} were ready"
+    made = f"{plural(report.made, 'piece')} in {report.seconds:.0f} s, {report.found} ready before"
+    speed = f"{plural(report.tokens, 'token')}; {made}"
     speed += f", {report.fetched} fetched from {options.store}" if store is not None else ""
     words.show(options, report, [f"{speed}; in {env.cache()}"])
     return 0
@@ -186,12 +188,11 @@ def _show(options: argparse.Namespace) -> int:
     lexicon = _lexicon(corpus)
     for each in summary.samples:
         cut = f", {each.truncated:,} cut off" if each.truncated else ""
-        print(
-            f"=== sample {each.sample:,} of {each.source}: {len(each.tokens):,} tokens, {each.trained:,} trained{cut}"
-        )
+        tokens = plural(len(each.tokens), "token")
+        print(f"=== sample {each.sample:,} of {each.source}: {tokens}, {each.trained:,} trained{cut}")
         print("".join(_marked(each, lexicon, marks)))
-    lengths = f"{summary.shortest:,} to {summary.longest:,} tokens, median {summary.median:,}"
-    print(f"=== {summary.count:,} samples of {lengths}; {summary.trained_share:.1%} of all tokens are trained")
+    lengths = f"{summary.shortest:,} to {plural(summary.longest, 'token')}, median {summary.median:,}"
+    print(f"=== {plural(summary.count, 'sample')} of {lengths}; {summary.trained_share:.1%} of all tokens are trained")
     for line in described(run, corpus):
         print(line)
     return 0

@@ -1,6 +1,7 @@
 """`meshwright doctor`: what each rank sees, what differs or is too small, and how fast machines reach each other."""
 
 import argparse
+import os
 import secrets
 import socket
 from contextlib import suppress
@@ -20,6 +21,7 @@ from meshwright.runtime.meeting import named
 from meshwright.runtime.nvml import gpu_health
 from meshwright.runtime.place import ALONE, Place
 from meshwright.spec.problem import mistake
+from meshwright.spec.units import plural
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -36,7 +38,7 @@ def add_doctor(verb: argparse.ArgumentParser) -> None:
 
 def doctor(options: argparse.Namespace) -> int:
     """Look at this machine, or as each rank of a job at all of them; exit code 1 if something is wrong."""
-    here = env.here() or ALONE
+    here, folder = env.here() or ALONE, nearest(options.folder)
     mine = msgspec.structs.replace(
         facts_of.look(env.gpu_names()),
         rank=here.rank,
@@ -45,20 +47,25 @@ def doctor(options: argparse.Namespace) -> int:
         address=_address(here),
     )
     if here.local_rank == 0:
-        require_folder(options.folder, "name another --folder")
-        disk = facts_of.disk_speed(options.folder)
+        require_folder(folder, "name another --folder")
+        disk = facts_of.disk_speed(folder)
         tried = {"disk_error": disk} if isinstance(disk, str) else {"disk": disk}
         mine = msgspec.structs.replace(mine, **tried, health=gpu_health())
     everyone, links = [mine], list[LinkFacts]()
     if here.world > 1:
         words.require_training()
-        everyone, links = _together(here, mine, options.folder)
+        everyone, links = _together(here, mine, folder)
         if here.rank:
             return Exit.DONE
     found = facts_of.findings(everyone, links, env.of_ranks())
     record = {"ranks": everyone, "links": links, "findings": found}
     words.show(options, record, _lines(everyone, links, found))
     return Exit.FAILED if any(one.kind == "problem" for one in found) else Exit.DONE
+
+
+def nearest(folder: Path) -> Path:
+    """A folder, or of one that is not there yet the one in which it will be made."""
+    return next((each for each in (folder, *folder.absolute().parents) if os.path.lexists(each)), folder)
 
 
 def _address(here: Place) -> str:
@@ -151,7 +158,8 @@ def _lines(everyone: list[RankFacts], links: list[LinkFacts], found: list[Findin
         joined = min((gpu.links for gpu in one.health or ()), default=0)
         gpus += f" with {joined} NVLinks" if joined else ""
         lines.append(
-            f"rank {one.rank} on {one.node}: {gpus}, {one.cores} cores, torch {one.torch or 'none'}, {nets}{hcas}{disk}"
+            f"rank {one.rank} on {one.node}: {gpus}, {plural(one.cores, 'core')}, torch {one.torch or 'none'}, "
+            f"{nets}{hcas}{disk}"
         )
     lines += [
         f"{link.first} – {link.second}: {link.bandwidth / 1e9:.2f} GB/s, {link.seconds * 1e6:.0f} µs there and back"

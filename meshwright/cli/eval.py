@@ -14,6 +14,7 @@ from meshwright.config.run import Data, Init, Run
 from meshwright.config.weights import RUN, is_run
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, mistake
+from meshwright.spec.units import plural
 
 if TYPE_CHECKING:  # torch is imported when the words are known to be right
     import torch
@@ -69,7 +70,7 @@ def _evaluate(options: argparse.Namespace, folder: "ModelFolder", device: "torch
     lines = [
         f"loss        {found.loss:.4f} nats per token",
         f"perplexity  {found.perplexity:,.2f}",
-        f"tokens      {found.tokens:,} ({found.samples:,} samples of {found.sequence}{again})",
+        f"tokens      {found.tokens:,} ({plural(found.samples, 'sample')} of {found.sequence}{again})",
     ]
     words.show(options, record, lines)
 

@@ -38,6 +38,7 @@ from meshwright.runtime.files import replace_file, teller, writing
 from meshwright.runtime.place import DEFAULT_PORT, MEMORY
 from meshwright.search import budget
 from meshwright.spec.problem import InputError, Problem, mistake
+from meshwright.spec.units import plural
 
 TARGETS = ("slurm", "torchrun", "kubernetes", "volcano", "skypilot", "mpi", "ray", "terraform")
 PODS = ("kubernetes", "volcano", "skypilot")  # which share nothing but a volume
@@ -138,7 +139,10 @@ def launch(options: argparse.Namespace) -> int:
         "submitted": options.submit, "nodes": job.nodes, "ranks_per_node": job.per_node,
         "save_seconds": job.save_seconds, "folder": str(job.folder),
     }  # fmt: skip
-    lines = [f"{job.nodes} machine(s) × {job.per_node} rank(s); {job.save_seconds} s to save and end before a kill"]
+    lines = [
+        f"{plural(job.nodes, 'machine')} × {plural(job.per_node, 'rank')}; "
+        f"{job.save_seconds} s to save and end before a kill"
+    ]
     lines += [f"wrote {file}" for file in files]
     lines += [f"note: {made.note}"] if made.note else []
     lines.append(f"{'submitted by' if options.submit else 'start it by'}: {shlex.join(made.command)}")
@@ -176,7 +180,8 @@ def _job(options: argparse.Namespace) -> LaunchJob:
     spares, wanted, count = spare_ranks(run), options.ranks_per_node or 0, machines.nodes if machines else None
     if machines and run.plan.world + spares > machines.gpus:
         beside = f" and {spares} of spares" if spares else ""
-        what = f"the plan has {run.plan.world} ranks{beside}, and {machines.name} has {machines.gpus} GPUs"
+        there = plural(machines.gpus, "GPU")
+        what = f"the plan has {plural(run.plan.world, 'rank')}{beside}, and {machines.name} has {there}"
         raise mistake(what, "plan for these machines, or name others by --cluster", "plan")
     switch = machines.domain // most if machines else 1
     nodes, per_node = layout(run.plan, most, wanted, count, switch, spares)
@@ -270,7 +275,7 @@ def _start(options: argparse.Namespace) -> int:
     if options.nodes is None or options.ranks_per_node is None:
         raise mistake("--node-rank alone does not say how large the job is", "add --nodes and --ranks-per-node")
     if not 0 <= number < options.nodes:
-        raise mistake(f"--node-rank {number} is not one of {options.nodes} machines", "number them from 0")
+        raise mistake(f"--node-rank {number} is not one of {plural(options.nodes, 'machine')}", "number them from 0")
     address = options.master or address or ("127.0.0.1" if options.nodes == 1 else "")
     host, port = host_and_port(address)
     folder = ["--folder", str(options.folder)] if options.folder else []

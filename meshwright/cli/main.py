@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -15,6 +16,8 @@ from meshwright.runtime import failure
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.place import PlaceError
 from meshwright.spec.problem import InputError, Problem
+
+LITTLE_ROOM = 2**28  # bytes
 
 
 class Verb(NamedTuple):
@@ -62,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _answer(options: argparse.Namespace) -> int:
     """Run the verb. A mistake is reported to people, and to a program that asked for one JSON value."""
     try:
-        return options.verb(options)
+        code = options.verb(options)
+        sys.stdout.flush()  # what is refused there is told here
+        return code
     except (InputError, PlaceError) as error:
         print(sentences(error), file=sys.stderr)
         is_input = isinstance(error, InputError)
@@ -71,8 +76,10 @@ def _answer(options: argparse.Namespace) -> int:
             answer = {"state": "failed", "exit_code": int(code), "problems": found}
             print(msgspec.json.encode(answer).decode())
         return code
-    except RuntimeError as error:
+    except Exception as error:
         failed = failure.verdict_of(error)
+        if failed is None and failure.is_full(error):
+            failed = failure.of_full_disk(_full(options))
         if failed is None:
             raise
         print(failed, file=sys.stderr)
@@ -81,6 +88,19 @@ def _answer(options: argparse.Namespace) -> int:
             answer = {"state": "failed", "exit_code": failed.code, "problems": [problem]}
             print(msgspec.json.encode(answer).decode())
         return failed.code
+
+
+def _full(options: argparse.Namespace) -> list[Path]:
+    """The places that a verb may write to whose disk has little room: what it wrote in vain may be removed by now."""
+    import shutil
+    import tempfile
+
+    from meshwright.cli import env
+
+    named = [Path(value) for value in vars(options).values() if isinstance(value, str | Path)]
+    places = [each.absolute() for each in (*named, Path(), env.cache(), Path(tempfile.gettempdir()))]
+    there = {each if each.is_dir() else each.parent for each in places}
+    return sorted(each for each in there if each.is_dir() and shutil.disk_usage(each).free < LITTLE_ROOM)
 
 
 def _unknown(flags: list[str], given: list[str], known: list[str]) -> str:

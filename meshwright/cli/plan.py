@@ -34,7 +34,7 @@ from meshwright.search.space import empty, problems
 from meshwright.spec.optimizers import description_of
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
-from meshwright.spec.units import GIB
+from meshwright.spec.units import GIB, plural
 
 ASKED = {"cluster", "profile", "sequence", "document_tokens", "batch", "margin"}  # what the question is about
 OFFERED = {"tokens", "dollars", "write", "force", "chart", "page"}  # what can be done with a plan
@@ -358,7 +358,7 @@ def _stated(asked: PlanQuery) -> tuple[Plan, Question]:
         question = msgspec.structs.replace(question, batch=plan.batch)
     found = list(problems(question, plan))
     if plan.world != question.cluster.gpus:
-        what = f"the plan uses {plan.world} GPUs, and {asked.machines} has {question.cluster.gpus}"
+        what = f"the plan uses {plural(plan.world, 'GPU')}, and {asked.machines} has {question.cluster.gpus}"
         found.append(Problem(what, "change an axis, or the cluster", "plan"))
     if found:
         raise InputError(found)
@@ -401,7 +401,9 @@ def traced(options: argparse.Namespace) -> int:
     found = any_plan(options, asked)
     world = found.plan.world
     if options.rank is not None and options.rank >= world:
-        raise InputError([Problem(f"--rank {options.rank} is not one of {world} ranks", f"use 0 to {world - 1}")])
+        raise InputError(
+            [Problem(f"--rank {options.rank} is not one of {plural(world, 'rank')}", f"use 0 to {world - 1}")]
+        )
     if asked.question.arch.compared:
         what = "--trace steps with the loss of tokens, and objective = dpo compares answers"
         raise InputError([Problem(what, "use --traffic: tests hold what it lists to real steps")])

@@ -16,7 +16,7 @@ from meshwright.search.sizes import Duration, Layer
 from meshwright.spec.optimizers import DESCRIPTIONS
 from meshwright.spec.params import active, count
 from meshwright.spec.plan import AXES, FIELDS, Plan
-from meshwright.spec.units import GIB
+from meshwright.spec.units import GIB, plural
 
 UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 LINES = {  # the largest entry of a plan that does not fit, as the counts name it
@@ -331,7 +331,7 @@ def missed(misses: Iterable[Candidate], suggestions: Iterable[SuggestedChange], 
 def lasting(span: Duration) -> str:
     """How long and how much."""
     return (
-        f"{number(span.tokens)} tokens: {span.steps:,} steps, {time(span.seconds)} "
+        f"{number(span.tokens)} tokens: {plural(span.steps, 'step')}, {time(span.seconds)} "
         f"({time(span.low_seconds)} – {time(span.high_seconds)}), {span.gpu_hours:,.0f} GPU-hours"
         + (f", {span.dollars:,.0f} dollars" if span.dollars is not None else "")
     )

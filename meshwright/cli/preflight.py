@@ -25,7 +25,7 @@ from meshwright.search.best_first import search
 from meshwright.search.question import Question
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem, mistake
-from meshwright.spec.units import GIB
+from meshwright.spec.units import GIB, plural
 
 
 class ShortageError(InputError):
@@ -154,7 +154,7 @@ def _require_host(run: Run, free: int) -> None:
     needed = sum(stage.allocated + stage.away.host_bytes for stage in stages) * world // pp
     if needed * stages[0].low > free:
         raise _shortage(
-            run, f"{needed / GIB:.1f} GiB for {world} rank(s), and {free / GIB:.1f} are free here", question
+            run, f"{needed / GIB:.1f} GiB for {plural(world, 'rank')}, and {free / GIB:.1f} are free here", question
         )
 
 

@@ -25,7 +25,7 @@ from meshwright.runtime.place import ALONE, Place, RankSpec
 from meshwright.runtime.records import Summary
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
-from meshwright.spec.units import GIB
+from meshwright.spec.units import GIB, plural
 
 if TYPE_CHECKING:
     from meshwright.launch.node import NodePlace
@@ -139,6 +139,7 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     from meshwright.runtime import ranks
     from meshwright.runtime import run_folder as folders
     from meshwright.runtime.failure import this_session
+    from meshwright.train import eval_command
 
     say, world = _teller(options.json), run.plan.world
     folder = options.folder or folders.find(run, fresh=options.fresh, extend=options.extend)
@@ -153,17 +154,23 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     claim = folders.Claim(folder, run, fresh=options.fresh, extend=options.extend)
     (folder / folders.STOP).unlink(missing_ok=True)  # it was for those who have stopped
     if claim.finished is not None:
-        claim.release()
+        try:
+            eval_command.make_up(run, folder, say)
+        finally:
+            claim.release()
         say(f"{folder} has finished this run; ask for more steps to continue it, or add --fresh to train it again")
         _tell(claim.finished, run, options)
         return Exit.DONE
     for warning in check.warnings(run):
         say(f"warning: {warning}")
-    say(f"{run.name}: {run.steps} steps of {run.tokens:,} tokens, {count(run.arch):,} parameters; in {folder}")
+    say(
+        f"{run.name}: {plural(run.steps, 'step')} of {plural(run.tokens, 'token')}, "
+        f"{count(run.arch):,} parameters; in {folder}"
+    )
     if claim.changes:
         say(_extension(claim.changes, run))
     say(f"plan: {run.plan}")
-    say(f"starting {world} ranks (or: torchrun --nproc-per-node {world} -m meshwright train …)")
+    say(f"starting {plural(world, 'rank')} (or: torchrun --nproc-per-node {world} -m meshwright train …)")
     environment = {**ranks.defaults(world), **env.of_ranks(options.debug)}  # what the user says comes last
     try:
         failed = _supervised(run, folder, options, environment, session=this_session())
@@ -228,11 +235,14 @@ def _launch_machine(run: Run, options: argparse.Namespace, place: "NodePlace") -
     from meshwright.runtime import run_folder as folders
     from meshwright.runtime.links import interface_towards, is_loopback
     from meshwright.runtime.machines import Machines
+    from meshwright.train import eval_command
 
     if problems := [*check.divide_replicas(run, place.nodes)]:
         raise InputError(problems)
     say, folder = _teller(options.json), options.folder or folders.find(run)
     if not folders.check_owner(folder, run) and (finished := folders.read_summary(folder)) is not None:
+        if place.node == 0:
+            eval_command.make_up(run, folder, say)
         say(f"{folder} has finished this run; ask for more steps to continue it")
         _tell(finished, run, options)
         return Exit.DONE
@@ -243,7 +253,7 @@ def _launch_machine(run: Run, options: argparse.Namespace, place: "NodePlace") -
     session = MachineSession(run, folder, own, say)
     try:
         machines, is_new = session.meet()
-        which = f"machine {place.node} of {place.nodes}, {place.ranks} ranks"
+        which = f"machine {place.node} of {place.nodes}, {plural(place.ranks, 'rank')}"
         say(f"{run.name}: {which}; {'all are there' if is_new else 'joining the others'}; in {folder}")
         for line in (*(f"warning: {each}" for each in check.warnings(run)), f"plan: {run.plan}"):
             say(line)
@@ -275,6 +285,7 @@ def _order(folder: Path, options: argparse.Namespace, **own: Any) -> RankSpec:
 def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
     """Be one rank of a job that torchrun, Slurm or MPI started; a sidecar of the first one here watches them all."""
     from meshwright.runtime import run_folder as folders
+    from meshwright.train import eval_command
 
     if problems := [*check.need_own_starter(run, here.launcher, has_memory=bool(env.memory()))]:
         raise InputError(problems)
@@ -292,7 +303,9 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
         changed, patience = True, min(patience, HELD_SECONDS)
     if not fresh and not changed and (finished := folders.read_summary(folder)) is not None:
         if here.rank == 0:
-            _teller(options.json)(f"{folder} has finished this run; ask for more steps, or add --fresh")
+            say = _teller(options.json)
+            eval_command.make_up(run, folder, say)
+            say(f"{folder} has finished this run; ask for more steps, or add --fresh")
             _tell(finished, run, options)
         return Exit.DONE
     if env.attempt() > 1 and (folder / folders.STOP).exists():
@@ -397,7 +410,8 @@ def _tell_end(code: int, run: Run, folder: Path, options: argparse.Namespace) ->
 
 def _extension(changes: "list[Change]", run: Run) -> str:
     """What is no longer as it was in a run that is resumed."""
-    return f"resuming with {'; '.join(map(str, changes))}; the learning rate schedule is now that of {run.steps} steps"
+    steps = plural(run.steps, "step")
+    return f"resuming with {'; '.join(map(str, changes))}; the learning rate schedule is now that of {steps}"
 
 
 def _tell(summary: Summary | None, run: Run, options: argparse.Namespace) -> None:
@@ -411,7 +425,7 @@ def _tell(summary: Summary | None, run: Run, options: argparse.Namespace) -> Non
     attempts = f"; {summary.attempts} attempts" if summary.attempts > 1 else ""
     lines = [
         "",
-        f"done: {summary.step} steps in {summary.seconds:.0f} s on {summary.ranks} ranks",
+        f"done: {plural(summary.step, 'step')} in {summary.seconds:.0f} s on {plural(summary.ranks, 'rank')}",
         f"  loss        {summary.first_loss:.4f} → {summary.loss:.4f}{validation}",
         f"  speed       {summary.tokens_per_second:,.0f} tokens/s{utilized(summary)}",
         f"  first loss  after {summary.seconds_to_first_loss:.1f} s",

@@ -16,6 +16,7 @@ from meshwright.config.run import Run
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.files import replace_file, require_folder
 from meshwright.spec.problem import InputError, Problem, mistake
+from meshwright.spec.units import plural
 
 
 def add_verify(verb: argparse.ArgumentParser) -> None:
@@ -59,7 +60,10 @@ def verify(options: argparse.Namespace) -> int:
     results = prove.prove_all(jobs, env.cache(), folder, say)
     if options.json:
         print(msgspec.json.encode(results).decode())
-    say(f"{sum(v.passed for v in results)} of {len(results)} plans equal; certificate: {folder / prove.CERTIFICATE}")
+    say(
+        f"{sum(v.passed for v in results)} of {plural(len(results), 'plan')} equal; "
+        f"certificate: {folder / prove.CERTIFICATE}"
+    )
     failed = [result for result in results if not result.passed]
     if not failed:
         return Exit.DONE
@@ -160,6 +164,6 @@ def rehearse(options: argparse.Namespace) -> int:
     weights = "bitwise equal weights" if result.same_weights else "DIFFERENT WEIGHTS"
     say(
         f"{result.fault}: recovered after {result.recovery_seconds:.1f} s, "
-        f"{result.lost_steps} steps repeated, {weights} (sha256 {result.digest[:16] or 'none'})"
+        f"{plural(result.lost_steps, 'step')} repeated, {weights} (sha256 {result.digest[:16] or 'none'})"
     )
     return Exit.DONE if result.same_weights else Exit.FAILED

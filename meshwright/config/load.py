@@ -29,6 +29,7 @@ from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.plan import AXES, balanced_stages
 from meshwright.spec.problem import InputError, Problem, mistake
 from meshwright.spec.schedule import default_chunks
+from meshwright.spec.units import plural
 
 LARGEST_FILE = 1_000_000  # bytes; no run file written by a person comes near
 DEEPEST = 16  # files that extend each other
@@ -478,6 +479,11 @@ def _rank_problems(run: Run, ranks: int | None, origins: Origins) -> list[Proble
         others = " × ".join(text for axis, text in used.items() if axis != "replicate")
         each = plan.world // plan.replicate
         some = f"{each}, {2 * each} or {3 * each}"
-        return [Problem(f"{ranks} ranks are no multiple of {others} = {each}", f"start {some} ranks")]
-    what = f"the plan needs {' × '.join(used.values()) or 'replicate 1'} = {plan.world} ranks, not {ranks}"
-    return [Problem(what, f"start {plan.world} ranks, or leave plan.replicate out", "plan.replicate")]
+        return [
+            Problem(
+                f"{plural(ranks, 'rank')} {'is' if ranks == 1 else 'are'} no multiple of {others} = {each}",
+                f"start {some} ranks",
+            )
+        ]
+    what = f"the plan needs {' × '.join(used.values()) or 'replicate 1'} = {plural(plan.world, 'rank')}, not {ranks}"
+    return [Problem(what, f"start {plural(plan.world, 'rank')}, or leave plan.replicate out", "plan.replicate")]

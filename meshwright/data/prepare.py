@@ -27,6 +27,7 @@ from meshwright.data.template import ChatTemplate
 from meshwright.data.tokenize import TokenizerInfo
 from meshwright.runtime.files import require_folder
 from meshwright.spec.problem import InputError, Problem, mistake
+from meshwright.spec.units import plural
 
 Say = Callable[[str], None]
 REMEDY = "set XDG_CACHE_HOME to a folder that can be written"
@@ -145,7 +146,7 @@ def problems(run: Run) -> list[Problem]:
             found += _chat_problems(run, each) if not found else []
         # Too short whatever the tokenizer: no token is less than a byte, and a document adds its end.
         elif each.plain and each.size + len(each.files) <= run.sequence and run.data.pack != "documents":
-            found.append(_too_short(run, each.source, f"{each.size} bytes"))
+            found.append(_too_short(run, each.source, plural(each.size, "byte")))
     return found
 
 
@@ -170,7 +171,7 @@ def prepare(run: Run, folder: Path, say: Say) -> Corpus:
                 opened.append(reading)
         corpus = Corpus(tuple(opened), lexicon.end_token, lexicon.file, tuple(chats))
     short = [
-        _too_short(run, one, f"{tokens.total} tokens")
+        _too_short(run, one, plural(tokens.total, "token"))
         for one, tokens in zip(run.data.sources, corpus.sources, strict=True)
         if packing(tokens, run, corpus.end_token).count == 0
     ]
@@ -187,7 +188,7 @@ def with_epochs(run: Run, folder: Path, say: Say) -> Run:
     (count,) = (packing(tokens, run, corpus.end_token).count for tokens in corpus.sources)
     samples = count - held_count(count, run.data.eval_fraction)
     steps = max(math.ceil(run.epochs * samples / run.batch), 1)
-    say(f"epochs = {run.epochs:g}: {steps:,} steps of {run.batch} of {samples:,} samples")
+    say(f"epochs = {run.epochs:g}: {plural(steps, 'step')} of {run.batch} of {plural(samples, 'sample')}")
     return msgspec.structs.replace(run, steps=steps)
 
 
@@ -200,9 +201,9 @@ def described(run: Run, corpus: Corpus) -> Iterator[str]:
         held = held_count(each.count, run.data.eval_fraction)
         filler = 1 - each.predicted / (each.count * run.sequence)
         epoch = (each.count - held) / (run.batch * share)  # steps
-        samples = f"{each.count:,} samples of {run.sequence} ({held:,} for validation, {filler:.0%} filler)"
-        epochs = f"{epoch:,.4g} steps per epoch ({run.steps} steps: {run.steps / epoch:.3g} epochs)"
-        yield f"data: {_files(one)}; {each.tokens.total:,} tokens, {samples}; {epochs}"
+        samples = f"{plural(each.count, 'sample')} of {run.sequence} ({held:,} for validation, {filler:.0%} filler)"
+        epochs = f"{epoch:,.4g} steps per epoch ({plural(run.steps, 'step')}: {run.steps / epoch:.3g} epochs)"
+        yield f"data: {_files(one)}; {plural(each.tokens.total, 'token')}, {samples}; {epochs}"
         if report is not None and corpus.tokenizer is not None:
             yield from _described_chat(report, tokenize.load(corpus.tokenizer))
         if filler > MUCH_FILLER:
@@ -388,7 +389,7 @@ def ends_of(run: Run, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _nothing_trained(run: Run, text: Listing, counts: Counter[str]) -> InputError:
-    what = f"none of the {counts['records']} samples of {text.source.source} has a token to be trained"
+    what = f"none of the {plural(counts['records'], 'sample')} of {text.source.source} has a token to be trained"
     if counts["truncated"]:
         what += f", and {counts['truncated']} were cut to sequence = {run.sequence}"
         return mistake(what, "use a longer sequence, or set data.truncation_side = left", "sequence")
@@ -415,8 +416,10 @@ def _described_chat(report: ChatReport, lexicon: Tokenizer) -> Iterator[str]:
     lost = [f"{report.untrained:,} left out without a trained token"] if report.untrained else []
     lost += [f"{report.truncated:,} truncated"] if report.truncated else []
     stops = ", ".join(str(lexicon.id_to_token(stop)) for stop in report.stops)
-    said = f"{report.trained:,} of {report.tokens:,} tokens trained ({report.share:.0%}), answers end with {stops}"
-    yield f"chat: {report.records:,} samples{''.join(f', {each}' for each in lost)}; {said}"
+    said = (
+        f"{report.trained:,} of {plural(report.tokens, 'token')} trained ({report.share:.0%}), answers end with {stops}"
+    )
+    yield f"chat: {plural(report.records, 'sample')}{''.join(f', {each}' for each in lost)}; {said}"
     yield from (f"note: {each}" for each in report.notes)
     if new := [str(lexicon.id_to_token(stop)) for stop in report.stops if stop not in report.ends]:
         yield f"note: {', '.join(new)} did not end a text before: `convert` adds it to generation_config.json"
@@ -493,7 +496,7 @@ def _token_problems(run: Run, tokens: Listing) -> list[Problem]:
         text = f"{name} does not say where its documents end"
         found.append(Problem(text, "set data.end_token to the token that closes one", "data.end_token"))
     if opened.total <= run.sequence and run.data.pack == "stream":
-        found.append(_too_short(run, tokens.source, f"{opened.total} tokens"))
+        found.append(_too_short(run, tokens.source, plural(opened.total, "token")))
     return found
 
 

@@ -19,6 +19,7 @@ from meshwright.data import remote, shards
 from meshwright.data.prepare import TokenPiece, once, token_pieces
 from meshwright.runtime.object_store import RemoteFolder, telling, words_of
 from meshwright.spec.problem import mistake
+from meshwright.spec.units import plural
 
 Say = Callable[[str], None]
 
@@ -47,7 +48,7 @@ def prepare_pieces(
     absent = [number for number in mine if not every[number].folder.is_dir()]
     missing = [number for number in absent if store is None or not _fetched(every[number], store, say)]
     if missing:
-        say(f"{len(missing)} of {len(every)} pieces to tokenise, on {workers} worker(s)")
+        say(f"{len(missing)} of {plural(len(every), 'piece')} to tokenise, on {plural(workers, 'worker')}")
     total, left = sum(every[number].text.size for number in missing), len(missing)
     done, size = 0, 0
     for number, tokens in _made(every, missing, workers):
@@ -56,7 +57,7 @@ def prepare_pieces(
             _put(every[number], store)
         seconds = time.monotonic() - began
         rest = f"; about {seconds * (total - size) / size:,.0f} s left" if left and size else ""
-        say(f"piece {number + 1} of {len(every)}: {tokens:,} tokens; {done / seconds:,.0f} tokens/s{rest}")
+        say(f"piece {number + 1} of {len(every)}: {plural(tokens, 'token')}; {done / seconds:,.0f} tokens/s{rest}")
     return PieceReport(
         pieces=len(every),
         made=len(missing),

@@ -20,6 +20,7 @@ from meshwright.runtime.run_folder import state_bytes
 from meshwright.search.budget import question_of
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem, mistake
+from meshwright.spec.units import plural
 
 WRITE_BANDWIDTH = 1e9  # bytes a second that a machine writes to a shared file system; slow ones, so that time is left
 LEAST_SAVE_SECONDS = 30  # also of a model of no size: ranks end a step, close files and leave
@@ -123,11 +124,11 @@ def layout(
     able = [count for count in range(min(most, world), 0, -1) if world % count == 0]
     able = [count for count in able if machines is None or world // count <= machines]
     if per_node > most:
-        what = f"{per_node} ranks of a machine are more than its {most} GPUs"
+        what = f"{plural(per_node, 'rank')} of a machine are more than its {plural(most, 'GPU')}"
         found.append(Problem(what, f"use --ranks-per-node {most} or fewer"))
     if world % per_node:
         what = f"{world} ranks do not divide into machines of {per_node}"
-        other = f"use --ranks-per-node {able[0]} ({world // able[0]} machines), or " if able else "use "
+        other = f"use --ranks-per-node {able[0]} ({plural(world // able[0], 'machine')}), or " if able else "use "
         found.append(Problem(what, f"{other}a plan of another number of ranks", "plan"))
     elif machines is not None and world // per_node > machines:
         what = f"{world} ranks are {world // per_node} machines of {per_node}, and there are {machines}"

@@ -22,6 +22,7 @@ from meshwright.runtime.failure import Exit
 from meshwright.runtime.neighbour import PartKeeper
 from meshwright.runtime.ranks import die_with_parent
 from meshwright.spec.problem import mistake
+from meshwright.spec.units import plural
 
 LOOK_SECONDS = 0.05
 FALL_SECONDS = 60.0  # in which the others leave after one has failed: watchers and collectives tell them
@@ -80,7 +81,9 @@ class NodeRestarts:
         if self.wasted > self.limit:
             return False
         self.starts += 1
-        charged = f"; {self.wasted} of {self.limit} attempts brought no newer checkpoint" if self.wasted else ""
+        charged = (
+            f"; {self.wasted} of {plural(self.limit, 'attempt')} brought no newer checkpoint" if self.wasted else ""
+        )
         self.say(f"the ranks of this machine have ended with exit code {code}: starting them again{charged}")
         return True
 

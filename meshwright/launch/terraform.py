@@ -3,6 +3,7 @@
 from meshwright.launch.job import Launch, LaunchFile, LaunchJob
 from meshwright.launch.quoting import hcl
 from meshwright.spec.problem import mistake
+from meshwright.spec.units import plural
 
 # Machines by card: the type, and how many GPUs one has; names as the clouds' own pages list them.
 MACHINES = {
@@ -246,7 +247,9 @@ def launch(job: LaunchJob) -> Launch:
         raise mistake(what, f"add --cluster with one of {', '.join(known)}")
     machine, gpus = known[job.card]
     if job.gpus != gpus:
-        raise mistake(f"{machine} has {gpus} GPUs, and the plan uses {job.gpus} of a machine", f"plan for {gpus}")
+        raise mistake(
+            f"{machine} has {plural(gpus, 'GPU')}, and the plan uses {job.gpus} of a machine", f"plan for {gpus}"
+        )
     values = {
         "NAME": hcl(job.label),
         "NODES": str(job.nodes),

@@ -28,7 +28,7 @@ from meshwright.published.columns import (
 )
 from meshwright.runtime.files import replace_file
 from meshwright.spec.problem import mistake
-from meshwright.spec.units import GIB
+from meshwright.spec.units import GIB, plural
 
 NIC_WORDS = ("hdr", "ndr", "xdr", "edr", "per gpu", "per-gpu", "/gpu", "a gpu", "connectx", "cx-7", "cx7")
 GENERATIONS = {"hdr": 200.0, "ndr": 400.0, "xdr": 800.0}  # Gb/s of a link; EDR and Omni-Path have 100
@@ -212,7 +212,7 @@ def price_file(source: Path, target: Path, say: Callable[[str], None]) -> PriceC
         if number % SAY_EVERY == 0:
             say(f"priced {number:,} of {len(rows):,} rows")
     write(target, [*(column for column in columns if column not in ADDED), *ADDED], answers)
-    say(f"{len(rows) - refused:,} rows priced, {refused:,} refused with the reason, in {target}")
+    say(f"{plural(len(rows) - refused, 'row')} priced, {refused:,} refused with the reason, in {target}")
     return PriceCounts(priced=len(rows) - refused, refused=refused)
 
 

@@ -12,6 +12,7 @@ from meshwright.report.run_data import FolderFacts, duration
 from meshwright.report.run_summary import Curve, RunReport, Runs
 from meshwright.report.svg import LEFT, RIGHT, ROW, SERIES, WIDTH
 from meshwright.runtime.files import printable
+from meshwright.spec.units import plural
 
 HEIGHT = 300.0
 LEFT_EDGE, TOP, BELOW = 70.0, 24.0, 44.0  # margins of a curve
@@ -37,7 +38,7 @@ def run_page(runs: Runs, weight: float = SMOOTH) -> str:
             (*(f"<p>{escape(line)}</p>" for line in run_text.what_ran(report)), *_sections(facts, report, weight))
         )
         sections.append(f"<details><summary>{escape(name)}</summary>{inner}</details>")
-    return document(title, [f"{len(runs)} runs"], sections)
+    return document(title, [plural(len(runs), "run")], sections)
 
 
 def _sections(facts: FolderFacts, report: RunReport, weight: float) -> Iterator[str]:

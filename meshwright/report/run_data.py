@@ -20,6 +20,7 @@ from meshwright.runtime import failure
 from meshwright.runtime.failure import Failure
 from meshwright.runtime.records import CommandRecord, Record, StepRecord, read_line
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.units import plural
 
 NAME = "steps.rank*.jsonl"
 REMEDY = "give the folder of a run: `meshwright train` says where it is, runs/NAME-DIGEST by default"
@@ -324,7 +325,7 @@ def _missing_records(world: int, source_rank: int | None, ranks: tuple[RankSeen,
     absent = sorted(set(range(world)) - {rank.rank for rank in ranks})
     if absent:
         named = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" * (len(absent) > 8))
-        found.append(f"records of {len(absent)} of {world} ranks are missing: {named}")
+        found.append(f"records of {len(absent)} of {plural(world, 'rank')} are missing: {named}")
     if source_rank:
         found.append(f"rank 0's records are missing: what follows is as rank {source_rank} saw it")
     if lines.damaged:

@@ -10,7 +10,7 @@ from meshwright.report.plan_charts import Terminal, short
 from meshwright.report.run_data import duration
 from meshwright.report.run_summary import Attempt, Curve, RunReport, Saves, in_tenths, smoothed, thinned
 from meshwright.runtime.records import BOUNDS
-from meshwright.spec.units import GIB
+from meshwright.spec.units import GIB, plural
 
 NAMES = 14  # columns of what a line is about
 MOST_LISTED, MOST_EVALS = 12, 6  # attempts and events, and validation losses, that are listed one by one
@@ -44,7 +44,7 @@ def what_ran(report: RunReport) -> Iterator[str]:
     yield _line("plan", ran.plan)
     device = plain(ran.device) or f"{ran.ranks} × unknown device"
     yield _line("ran on", device + (f"; torch {plain(ran.torch)}" if ran.torch else ""))
-    yield _line("steps", f"{ran.step:,} of {ran.steps:,}, {ran.tokens:,} tokens each")
+    yield _line("steps", f"{ran.step:,} of {ran.steps:,}, {plural(ran.tokens, 'token')} each")
     yield _line("state", plain(standing.words))
     if standing.remedy:
         yield _line("do", plain(standing.remedy))
@@ -71,7 +71,7 @@ def reasons(report: RunReport) -> Iterator[str]:
         return
     after = f", {steps.left_out} after a start left out" if steps.left_out else ""
     spread = f"{short(steps.quickest)} to {short(steps.slowest)} s"
-    yield f"measured: the median of {steps.counted:,} steps{after}; quickest to slowest {spread}"
+    yield f"measured: the median of {plural(steps.counted, 'step')}{after}; quickest to slowest {spread}"
     if prediction is None:
         yield report.no_prediction
         return
@@ -164,7 +164,7 @@ def of_evaluation(report: RunReport) -> Iterator[str]:
     if left_out := len(report.commands) - len(begun):
         yield _line("left out", f"{left_out} command{'s' * (left_out > 1)}, while an earlier one still ran")
     for last in report.texts[-1:]:
-        yield _line("texts", f"after step {last.step:,}, of {len(report.texts)} times (--json has all)")
+        yield _line("texts", f"after step {last.step:,}, of {plural(len(report.texts), 'time')} (--json has all)")
         for prompt, text in list(zip(last.prompts, last.texts, strict=True))[:MOST_LISTED]:
             yield f"    {plain(prompt)} → {plain(text)}"
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from meshwright.report.plan_charts import PipelineChart, Point, StackedBar, between, short, ticks
+from meshwright.spec.units import plural
 
 LETTER = 6.6  # pixels that a letter of 12-pixel text takes at most, on average: labels are placed by it
 WIDTH = 920.0
@@ -183,5 +184,5 @@ def gantt(pipeline: PipelineChart) -> str:
         parts.append(line(x, bottom, x, bottom + 5, class_="axis"))
         parts.append(text(x, bottom + 19, f"{short(tick)} s", class_="tick middle"))
     idle = f"{timeline.bubble:.1%} idle" if is_whole else "longer steps idle less"
-    summary = f"{len(timeline.rows)} ranks, {short(timeline.seconds)} seconds, {idle}."
+    summary = f"{plural(len(timeline.rows), 'rank')}, {short(timeline.seconds)} seconds, {idle}."
     return drawing(WIDTH, bottom + 28, pipeline.title, summary, parts)

@@ -91,7 +91,8 @@ class Errand:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        return self.poll() or Result(state="stopped", name="", code=None, seconds=0.0)
+        result = self.poll()
+        return result if result and result.name else Result(state="stopped", name="", code=None, seconds=0.0)
 
 
 def said(folder: Path, name: str) -> Path:

@@ -196,6 +196,23 @@ def of_killed(rank: int, seen: "RankStatus | None", details: Path) -> Failure:
     )
 
 
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that a disk, or somebody's share of one, is full; libraries say so in their own classes."""
+    codes = (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "errno", None) in codes or any(os.strerror(code) in str(error) for code in codes)
+
+
+def of_full_disk(places: Sequence[Path]) -> Failure:
+    """A verb that could not write on."""
+    where = f"; little is free in {', '.join(map(str, places))}" if places else ""
+    return Failure(
+        kind="error",
+        code=Exit.FAILED,
+        what=f"a file could not be written: no space is left{where}",
+        remedy="free some space, then run the same command again",
+    )
+
+
 def of_fork_server(words: str, folder: Path) -> Failure:
     """No rank could be started."""
     last = words.strip().splitlines()

@@ -1,8 +1,11 @@
 """Writing files: atomically; what cannot be written is a mistake before the work, and no reason to end it later."""
 
+import fcntl
 import os
 import re
+import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +19,8 @@ from meshwright.spec.problem import mistake
 STEERING = re.compile(
     "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u2028\\u2029\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]"
 )
+
+YOUNG_SECONDS = 60.0  # in which whoever makes a folder has it held
 
 
 @contextmanager
@@ -77,6 +82,31 @@ def write_whole(file: Path, text: str, force: bool) -> None:
     except OSError as error:
         remedy = "name a file in a folder that can be written"
         raise mistake(f"{file}: {error.strerror}", remedy) from None
+
+
+def held_folder(folder: Path) -> int | None:
+    """A descriptor by which this process alone holds a folder, until it is closed or ends; None: another has it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # also where the filesystem has no locks, and so no word of others
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def sweep_beside(target: Path) -> None:
+    """Remove what processes that were killed have left beside a folder that they wrote: it may be as large."""
+    left = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.(partial|old)")
+    for entry in target.parent.iterdir():
+        found = left.fullmatch(entry.name)
+        # What is young may be somebody's who holds it in a moment; without its target, the old one is all there is.
+        if found is None or (found[1] == "old" and not target.exists()):
+            continue
+        with suppress(OSError):
+            if time.time() - entry.stat().st_mtime > YOUNG_SECONDS and (held := held_folder(entry)) is not None:
+                shutil.rmtree(entry, ignore_errors=True)
+                os.close(held)
 
 
 def teller(stream: TextIO) -> Callable[[str], None]:

@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
+from meshwright.runtime import run_folder
 from meshwright.runtime.files import replace_file
 from meshwright.runtime.nodes import listening
 from meshwright.runtime.place import Place
@@ -263,8 +264,16 @@ class Guest:
             if now - began > patience:
                 where = f"{self.place.address}:{self.place.port}{_is_here(self.place.address)}"
                 what = f"rank {self.place.rank} on {self.mine.host} does not meet rank 0 at {where}: {self.why}"
-                raise mistake(what, "set MASTER_ADDR to a name of rank 0's machine that all others can reach")
+                raise self._alone(what)
             time.sleep(RETRY_SECONDS)
+
+    def _alone(self, what: str) -> InputError:
+        """What to do about a rank 0 that is not met: in a folder that somebody holds it may have been refused."""
+        remedy = "set MASTER_ADDR to a name of rank 0's machine that all others can reach"
+        if holder := run_folder.holder(self.file.parent):
+            what = f"{what}; {self.file.parent} is in use by {holder}"
+            remedy = f"if that is another job, wait for it or name another --folder; else {remedy}"
+        return mistake(what, remedy)
 
     def _try(self) -> RankWelcome | None:
         """One call: the last answer; None: nobody was there, and why."""

@@ -21,16 +21,18 @@ from meshwright.config import load
 from meshwright.config.huggingface import TOKENIZER, shape_differences
 from meshwright.config.run import Run, digests, mathematics
 from meshwright.config.weights import CHECKPOINTS, RUN, SUMMARY, present
-from meshwright.runtime.failure import process_name, this_session
+from meshwright.runtime.failure import Exit, Failure, FailureError, process_name, this_session
 from meshwright.runtime.files import replace_file, replace_json, writing
 from meshwright.runtime.records import Summary
 from meshwright.spec.optimizers import DESCRIPTIONS, description_of
 from meshwright.spec.params import count as count_parameters
 from meshwright.spec.params import saved, trained
 from meshwright.spec.problem import InputError, Problem, mistake
+from meshwright.spec.units import plural
 
 LOCK, DATA, STOP = "lock", "data.json", "stop"  # the last: put there by people, to have the run save and end
 NAMED = re.compile(r"(?P<name>.+)-[0-9a-f]{8}")  # a folder that nobody named
+STUTTER_SECONDS = 1.0  # in which a shared filesystem finds again what it did not see for a moment
 ROOM = "free some space, name a --folder on another disk, lower checkpoint.keep_last, or set checkpoint.keep_best=false"
 OTHERWISE = "name another --folder, or add --fresh to set that run aside and start over"
 # What no checkpoint can go on with, and why.
@@ -199,6 +201,69 @@ def is_held(folder: Path) -> bool:
     return False
 
 
+def holder(folder: Path) -> str:
+    """Who holds the folder right now, in words; "" if nobody does."""
+    if not is_held(folder):
+        return ""
+    with suppress(OSError):
+        return (folder / LOCK).read_text(errors="replace").strip() or "another process"
+    return ""
+
+
+class FolderWatch:
+    """Whether the folder of a run that trains is still the one that it began in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lock = -1  # the folder's lock file, held open: with the folder it loses its last name
+        with suppress(OSError):
+            self.lock = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        self.counts_names = self.lock >= 0 and os.fstat(self.lock).st_nlink > 0  # some filesystems do not
+
+    def is_taken(self) -> bool:
+        """Whether it is no longer there, or another one is in its place."""
+        return (self.counts_names and os.fstat(self.lock).st_nlink == 0) or is_gone(self.folder)
+
+    def require(self) -> None:
+        """End a run whose folder was taken away. Two looks must agree: some filesystems stutter."""
+        if self.is_taken():
+            time.sleep(STUTTER_SECONDS)
+            if self.is_taken():
+                raise FolderGoneError(gone(self.folder))
+
+    def close(self) -> None:
+        """Look no more."""
+        if self.lock >= 0:
+            os.close(self.lock)
+        self.lock, self.counts_names = -1, False
+
+
+class FolderGoneError(FailureError):
+    """The run folder was taken away; what stands in its place is somebody else's."""
+
+
+def is_gone(folder: Path) -> bool:
+    """Whether a folder in which a run has begun is no longer there."""
+    try:
+        (folder / RUN).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:  # which may pass
+        return False
+    return False
+
+
+def gone(folder: Path) -> Failure:
+    """How a run ends whose folder was taken away. Nobody is to start it again unasked: it would begin anew."""
+    return Failure(
+        kind="error",
+        code=Exit.FAILED,
+        what=f"the run folder {folder} is gone: it was removed or renamed while the run was training",
+        where=socket.gethostname(),
+        remedy="put it back under its name and run the same command again to resume; without it the run begins anew",
+    )
+
+
 def check_owner(folder: Path, run: Run, *, extend: bool = False) -> list[Change]:
     """How this run differs from the one in a folder, where it may go on there. What is not a run's is never touched."""
     with writing(folder, "name another --folder"):
@@ -220,12 +285,12 @@ def _obstacle(folder: Path, there: Run, run: Run, found: list[Change], extend: b
         return Problem(f"{folder} belongs to another run, and cannot be resumed with {why}", OTHERWISE)
     summary, saved = read_summary(folder), max(present(folder / CHECKPOINTS), default=0)
     done = saved if summary is None else summary.step
-    more = f"ask for more than {done} steps" if run.steps < done or (summary and run.steps == done) else ""
+    more = f"ask for more than {plural(done, 'step')}" if run.steps < done or (summary and run.steps == done) else ""
     if not extend and not (is_length and (more or run.steps > there.steps)):
         remedy = f"add --extend to resume from its newest checkpoint with these changes, {OTHERWISE}"
         return Problem(f"{folder} belongs to another run ({listed})", f"{more} and {remedy}" if more else remedy)
     if more:
-        what = f"{folder} has made {done} steps, and steps = {run.steps} asks for no more"
+        what = f"{folder} has made {plural(done, 'step')}, and steps = {run.steps} asks for no more"
         return Problem(what, f"{more}, {OTHERWISE}", "steps")
     own, texts = folder / TOKENIZER, {"data.source", "data.mix", "data.format", "data.field"}
     if own.exists() and run.data.tokenizer == "train" and texts & {each.key for each in found}:

@@ -22,6 +22,7 @@ from meshwright.runtime.place import RankSpec, local
 from meshwright.runtime.ranks import ForkServer, ForkServerError, Ranks
 from meshwright.runtime.watch import StopRequest, Watch, newest_step, set_aside
 from meshwright.spec.problem import InputError
+from meshwright.spec.units import plural
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Supervisor:
             replicas = [replicas[each] for each in machine_replicas(plan, machines.machine, machines.count, spares)]
         self.here = sorted(rank for ranks in replicas for rank in ranks)
         self.judge = HangDetector(self.run.faults.hang_seconds, plan.world)
+        self.home = run_folder.FolderWatch(self.folder)
         run_folder.sweep()
         run_folder.sweep(run_folder.HOST_MEMORY)
         # Outside the ranks, so that it is there when they are gone.
@@ -80,12 +82,14 @@ class Supervisor:
                 return verdict  # who starts several machines starts them again
             elif self._is_futile():
                 remedy = (
-                    f"{self.run.faults.restarts} restarts in a row brought no newer checkpoint (faults.restarts): "
-                    "find the cause, then run the same command again to resume"
+                    f"{plural(self.run.faults.restarts, 'restart')} in a row brought no newer checkpoint "
+                    "(faults.restarts): find the cause, then run the same command again to resume"
                 )
                 return msgspec.structs.replace(verdict, remedy=remedy)
             else:
-                charged = f"; {self.wasted} of {self.run.faults.restarts} attempts brought no newer checkpoint"
+                charged = (
+                    f"; {self.wasted} of {plural(self.run.faults.restarts, 'attempt')} brought no newer checkpoint"
+                )
                 remedy = f"nothing: restarting {self._from()}{charged if self.wasted else ''}"
             self.say(str(msgspec.structs.replace(verdict, remedy=remedy)))
             if not self._met_again():
@@ -107,7 +111,7 @@ class Supervisor:
 
     def _noted(self, verdict: Failure) -> Failure:
         """Keep what ended an attempt, and set aside what it puts in doubt."""
-        if verdict.kind not in ("input", "stopped"):
+        if verdict.kind not in ("input", "stopped") and not self.home.is_taken():
             failure.keep_end(verdict, self.folder, self.attempt_name)
         if verdict.good_until is not None:
             for home in self.homes():
@@ -148,6 +152,7 @@ class Supervisor:
     def close(self) -> None:
         """Leave no process behind, and no copy of the state in host memory."""
         self.server.close()
+        self.home.close()
         if self.memory is not None:
             self.memory.cleanup()
 

@@ -111,6 +111,8 @@ class Watch:
 
     def _failure(self) -> Failure:
         """The first rank that failed. One killed from outside leaves no words, and is nobody's victim."""
+        if self.supervisor.home.is_taken():  # and with it what ranks said
+            return run_folder.gone(self.folder)
         ended = {rank: code for rank, code in self.ranks.poll().items() if code}
         if min(ended.values()) > 0:  # a process with much to give back ends after its victims have heard of it
             time.sleep(FALL_SECONDS)
@@ -166,7 +168,7 @@ class Watch:
         remedy = failure.AGAIN
         if self._is_done():
             what = "all steps are done, and the last eval.command is not"
-            remedy = "nothing is lost but its numbers: run it by hand on what `meshwright convert` writes"
+            remedy = "run the same command again: it runs eval.command on the model, and nothing else"
         return Failure(
             kind="stopped",
             code=Exit.INTERRUPTED if interrupted else Exit.PREEMPTED if saved else Exit.RESUMABLE,

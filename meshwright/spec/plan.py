@@ -14,6 +14,7 @@ from meshwright.spec.notebook import html_table
 from meshwright.spec.params import params
 from meshwright.spec.problem import Problem
 from meshwright.spec.schedule import SPLIT_BACKWARD, Schedule
+from meshwright.spec.units import plural
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 FP8_MULTIPLE = 16  # of every dimension of an FP8 matmul, the reduced one too
@@ -143,7 +144,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def _repr_html_(self) -> str:
         used = [field for field in FIELDS if self.uses(field.name) or field.shown == "always"]
         rows = [(field.name, str(getattr(self, field.name)), field.help) for field in used]
-        return html_table(f"plan of {self.world} ranks", ("field", "value", "meaning"), rows)
+        return html_table(f"plan of {plural(self.world, 'rank')}", ("field", "value", "meaning"), rows)
 
 
 class PlanField(msgspec.Struct, frozen=True):

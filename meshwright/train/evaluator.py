@@ -5,9 +5,7 @@ which training waits for; it becomes a Hugging Face folder, and the command runs
 """
 
 import gc
-import math
 import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -30,20 +28,16 @@ from meshwright.data.prepare import Corpus
 from meshwright.data.template import TemplateError
 from meshwright.parallel.device import moment
 from meshwright.parallel.mesh import Mesh
-from meshwright.runtime import errand
-from meshwright.runtime.errand import Errand, Order, Result
+from meshwright.runtime.errand import Errand
 from meshwright.runtime.files import printable
 from meshwright.runtime.records import CommandRecord
 from meshwright.spec.problem import InputError, mistake
+from meshwright.train import eval_command
+from meshwright.train.eval_command import command_line, outcome
 from meshwright.train.log import WIDTH, Recorder
 from meshwright.train.loop import Stop
 from meshwright.train.sample import continued
 from meshwright.train.state import State, weights
-
-EVALS = "evals"  # in a run's folder, a folder a step: what commands said and wrote
-EXPORT, COMMAND = "export", "command"  # what is run, and the names of what each said
-LOOK_SECONDS = 0.2
-SHOWN = 4  # numbers of a command in its line
 
 
 class Evaluator:
@@ -97,7 +91,7 @@ class Evaluator:
 
     def export(self, step: int) -> None:
         """Write the model as it is now, and start the command on it."""
-        began, place = moment(self.mesh.device), self.folder / EVALS / f"step-{step}"
+        began, place = moment(self.mesh.device), eval_command.place(self.folder, step)
         self.state.optimizer.settle()
         whole, failed = weights(self.state.chunks, self.run, self.mesh), ""
         if self.leads:
@@ -129,21 +123,10 @@ class Evaluator:
         return is_busy
 
     def _start(self, step: int, model: Path, remove: tuple[Path, ...] = ()) -> None:
-        place = self.folder / EVALS / f"step-{step}"
-        folder, output = place / "model-hf", place / "output"
         try:
-            output.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
-            merge = ("--merge",) if self.run.adapter.kind != "none" else ()
-            convert = (sys.executable, "-m", "meshwright", "convert", str(model), str(folder), *merge)
-            words = evaluation.command(self.run, str(folder.absolute()), str(output.absolute()), step)
-            order = Order(
-                commands=((EXPORT, convert), (COMMAND, tuple(words))),
-                seconds=self.run.eval.command_seconds,
-                remove=tuple(str(path) for path in (folder, *remove)),
-            )
-            self.errand, self.command_of = Errand(place, order), step
+            self.errand, self.command_of = eval_command.started(self.run, self.folder, step, model, remove), step
         except OSError as error:
+            place = eval_command.place(self.folder, step)
             self._keep(CommandRecord(step=step, state="failed", text=str(error), folder=str(place)))
 
     def _collect(self) -> None:
@@ -191,7 +174,7 @@ class Evaluator:
     def _wait(self, stop: Stop) -> None:
         while self.errand is not None and not stop.asked:
             self._collect()
-            time.sleep(LOOK_SECONDS)
+            time.sleep(eval_command.LOOK_SECONDS)
         self._end()
 
     def _end(self) -> None:
@@ -223,28 +206,6 @@ def behind(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
     return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(tokens)
 
 
-def outcome(step: int, folder: Path, result: Result) -> CommandRecord:
-    """What became of a command, from the files that it left."""
-    file = errand.said(folder, result.name or COMMAND)
-    is_done = result.state == "done"
-    given = errand.numbers(file, folder / "output") if is_done else {}
-    found = {name: value for name, value in given.items() if math.isfinite(value)}
-    strange = ", ".join(name for name in given if name not in found)
-    words = {"timeout": "it took longer than eval.command_seconds", "stopped": "training ended before it"}
-    text = words.get(result.state) or errand.last_line(file)
-    if result.name == EXPORT and result.state == "failed":
-        text = f"the model could not be exported: {text}"
-    return CommandRecord(
-        step=step,
-        state=result.state,
-        seconds=result.seconds,
-        code=result.code,
-        numbers=found,
-        text=f"not finite: {strange}"[:500] if strange else "" if found else text[-500:],
-        folder=str(folder),
-    )
-
-
 def text_line(step: int, prompts: tuple[str, ...], texts: tuple[str, ...]) -> str:
     """A line for the first of the texts; the records have all of them."""
     (prompt, text), *others = zip(prompts, texts, strict=True)
@@ -253,19 +214,3 @@ def text_line(step: int, prompts: tuple[str, ...], texts: tuple[str, ...]) -> st
     line = f"text after step {step}: {words}"
     room = WIDTH - len(more)
     return (line if len(line) <= room else f"{line[: room - 1]}…") + more
-
-
-def command_line(record: CommandRecord) -> str:
-    """What became of a command, in a line."""
-    who = f"eval.command of step {record.step}"
-    if record.state == "done":
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in list(record.numbers.items())[:SHOWN])
-        more = f" and {len(record.numbers) - SHOWN} more" if len(record.numbers) > SHOWN else ""
-        said = "; ".join(part for part in (shown + more, printable(record.text)) if part)
-        return f"{who}: {said or 'done'} ({record.seconds:.0f} s)"
-    if record.state == "skipped":
-        return f"{who} is left out, and so are those of later steps: {record.text}"
-    code = f" with exit code {record.code}" if record.code else ""
-    where = f"; see {record.folder}" if record.folder else ""
-    words = " ".join(printable(record.text).split())
-    return f"warning: {who} {record.state}{code}: {words[:160]}{where}. Training is not affected"

@@ -18,35 +18,42 @@ from meshwright.optim.interface import learning_rate
 from meshwright.parallel import compile, deterministic, load_bias, precision
 from meshwright.parallel.device import Moment, moment
 from meshwright.parallel.mesh import Mesh
+from meshwright.runtime.run_folder import STOP, FolderWatch
 from meshwright.train import dpo
 from meshwright.train.noise_scale import GradientNoise
 from meshwright.train.saving import Pause, Save, Vote, Votes, saving
 from meshwright.train.state import MovedError, State
 from meshwright.train.step import choose, evaluating, held_loss, mixtures
 
-FILE_SECONDS = 1.0  # between two looks for the stop file
+FOLDER_SECONDS = 1.0  # between two looks into the run folder, for the stop file
 
 
 class Stop:
     """Whether somebody has asked this rank to save and end."""
 
-    def __init__(self, file: Path | None = None) -> None:
+    def __init__(self, folder: FolderWatch | None = None) -> None:
         self.signalled = False
-        self.file = file  # whose being there asks, under every launcher; one rank looks for all
+        self.folder = folder  # one rank looks for all
         self.looked = 0.0
         self.saved = True  # what was done until the end is on the disk
 
     @property
     def asked(self) -> bool:
-        """By a signal, or by the file, which is looked for once a second."""
-        if not self.signalled and self.file is not None and time.monotonic() - self.looked > FILE_SECONDS:
+        """By a signal, or under every launcher by a file in the run folder, which is looked into once a second."""
+        if not self.signalled and self.folder is not None and time.monotonic() - self.looked > FOLDER_SECONDS:
             self.looked = time.monotonic()
-            self.signalled = self.file.exists()
+            self.folder.require()
+            self.signalled = (self.folder.folder / STOP).exists()
         return self.signalled
 
     @asked.setter
     def asked(self, is_so: bool) -> None:
         self.signalled = is_so
+
+    def require_folder(self) -> None:
+        """End a run whose folder was taken away, before what it leaves is written."""
+        if self.folder is not None:
+            self.folder.require()
 
     def listen(self) -> "Stop":
         """Let SIGTERM ask. A second one asks the same: a save that has begun is never cut short."""

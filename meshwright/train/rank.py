@@ -41,7 +41,7 @@ from meshwright.runtime.files import replace_file, replace_json
 from meshwright.runtime.heartbeat import PhaseMark, PhaseTable
 from meshwright.runtime.place import RankSpec
 from meshwright.runtime.records import AttemptRecord, EventRecord, Summary
-from meshwright.runtime.run_folder import DATA, STOP, write_summary
+from meshwright.runtime.run_folder import DATA, STOP, FolderGoneError, FolderWatch, write_summary
 from meshwright.spec import communication
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
@@ -105,7 +105,8 @@ def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
     start = StartTimeline(order.began if order.attempt == 1 else time.monotonic())
     start.passed("launch")  # the command line, processes, importing torch; the data too where the launcher prepares it
     looks = order.place.rank == 0 or run.faults.live  # any replica may be the one that is left
-    stop = Stop(Path(order.folder) / STOP if looks else None).listen()
+    home = FolderWatch(Path(order.folder))
+    stop = Stop(home if looks else None).listen()
     code()  # as it is now: the ranks compare it when they meet
     heart = Heartbeat(Path(order.beats), order.place.rank, phase_table())
     try:
@@ -121,7 +122,8 @@ def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
         step = heart.step if heart.restored >= 0 else -1
         odd = deviated(recorded(), heart.step_ends_ns)
         last = failure_of(error, order, step, odd, begun=heart.steps_here > 0)
-        failure.write(Path(order.folder), last)
+        if not home.is_taken():
+            failure.write(Path(order.folder), last)
         heart.leave()
         return last.code
     heart.leave()
@@ -141,8 +143,11 @@ def _stopped(order: RankSpec, stop: Stop) -> int:
 def _say(error: Exception, order: RankSpec) -> None:
     """What went wrong, in this rank's log. Under other launchers all ranks write into one: a mistake is a sentence
     there, and so is the loss of somebody else, whose own words say why. Stacks are in the failure reports."""
-    if order.place.launcher != "meshwright" and (isinstance(error, InputError) or is_broken(str(error))):
-        print(f"rank {order.place.rank}: {_first_line(error)}", file=sys.stderr, flush=True)
+    is_plain = isinstance(error, InputError | FolderGoneError) or is_broken(str(error))
+    if order.place.launcher != "meshwright" and is_plain:
+        known = failure.verdict_of(error)
+        words = _first_line(error) if known is None else f"{known.what}; {known.remedy}"
+        print(f"rank {order.place.rank}: {words}", file=sys.stderr, flush=True)
     else:
         traceback.print_exc()
 
@@ -216,6 +221,7 @@ def _run_rank(
                 _train(state, mesh, recorder, order, heart, stop, start, evaluator)
                 screen.close()
                 if not state.stopped:
+                    stop.require_folder()
                     return _finish(run, state, mesh, recorder, corpus, evaluator)
             recorder.end(state.step)
             stop.saved = state.saved

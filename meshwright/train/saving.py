@@ -39,6 +39,7 @@ from meshwright.spec.params import saved, stored, trained
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.quantized import is_scales
+from meshwright.spec.units import plural
 from meshwright.train.state import State, owner_of
 
 Say = Callable[[str], None]
@@ -217,8 +218,8 @@ def restore(state: State, run: Run, mesh: Mesh, folder: Path, say: Say) -> Resto
     sample = saved.samples if _order(before) == _order(run) else 0
     state.loader.start_at(sample, step)
     if before is not run:
-        old = learning_rate(before.optim, min(step, before.steps - 1), before.steps)
-        rate = f"learning rate {old:.3g} → {learning_rate(run.optim, step, run.steps):.3g} ({run.steps} steps in total)"
+        old, steps = learning_rate(before.optim, min(step, before.steps - 1), before.steps), plural(run.steps, "step")
+        rate = f"learning rate {old:.3g} → {learning_rate(run.optim, step, run.steps):.3g} ({steps} in total)"
         where = f"at sample {sample:,}" if sample else "at the first sample of its new order"
         say(f"from here on: {rate}, data {where}")
     return Restored(step=step, folder=str(home / format.name(step)), state=manifest.state, seconds=seconds)

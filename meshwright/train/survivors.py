@@ -37,6 +37,7 @@ from meshwright.runtime.generations import Generation, RankPosition
 from meshwright.runtime.place import Place, RankSpec
 from meshwright.runtime.records import EventRecord
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.units import plural
 from meshwright.train.faults import compared
 from meshwright.train.live_outer import CALLED, LiveOuterLoop
 from meshwright.train.loop import EvalResult, Stop, held_sums, is_due
@@ -568,7 +569,7 @@ class Survivors:
         for member in after.back_since(before) if before.members else ():
             since, when = self.away.pop(member, (step, now))
             text = f"replica {member} ({_named(self.ranks[member])}) is back with the state of a peer, "
-            text += f"{now - when:.1f} s and {step - since} steps after it was lost"
+            text += f"{now - when:.1f} s and {plural(step - since, 'step')} after it was lost"
             if member >= self.run.plan.replicate:
                 text = f"spare {member} ({_named(self.ranks[member])}) has taken a place, with the state of a peer"
             self.events.append(self._event("back", text, member))

@@ -11,6 +11,7 @@ from meshwright.checkpoint.read import StepReader
 from meshwright.checkpoint.storage import CorruptError, Damage, side_by_side
 from meshwright.config.huggingface import PICKLES, a_pickle
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.units import plural
 
 
 class ChunkIntegrity(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +49,7 @@ def verify(path: Path, say: Callable[[str], None]) -> IntegrityReport:
         step = verify_step(folder)
         steps.append(step)
         size = sum(chunk.bytes for chunk in step.chunks)
-        whole = f"{len(step.chunks)} chunks, {size:,} bytes, all sound; state {step.state}"
+        whole = f"{plural(len(step.chunks), 'chunk')}, {plural(size, 'byte')}, all sound; state {step.state}"
         say(f"{step.folder}: {whole if step.sound else 'DAMAGED'}")
         for damage in step.damages:
             say(f"  {damage}")

@@ -14,6 +14,7 @@ from meshwright.runtime.failure import Exit
 from meshwright.runtime.files import require_folder
 from meshwright.runtime.records import AttemptRecord, Record, StepRecord, read_line
 from meshwright.spec.problem import InputError, mistake
+from meshwright.spec.units import plural
 
 Say = Callable[[str], None]
 STEPS, SAVE_EVERY, FAULT_STEP = 12, 4, 7
@@ -78,7 +79,7 @@ def rehearse(run: Run, fault: str, folder: Path, say: Say) -> Rehearsal:
     require_folder(folder, "name another --folder")
     file = folder / COPY
     file.write_text(load.write(brief), encoding="utf-8")
-    say(f"undisturbed: {STEPS} steps on {brief.plan.world} ranks, saved every {SAVE_EVERY}")
+    say(f"undisturbed: {STEPS} steps on {plural(brief.plan.world, 'rank')}, saved every {SAVE_EVERY}")
     quiet = REFERENCE.get(fault, "").format(step=FAULT_STEP)
     code, said = _train(file, folder / "undisturbed", quiet, say, fresh=True)
     if code != Exit.DONE:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -228,6 +229,50 @@ def test_a_second_launcher_on_one_folder_is_refused_by_name(text):
     assert f"in use by process {launcher.pid}" in second.stderr
     launcher.terminate()
     launcher.communicate(timeout=HANG)
+
+
+@pytest.mark.parametrize("taken_by", ["removed", "renamed", "removed and made again"])
+def test_a_run_whose_folder_is_taken_away_says_so_and_leaves_none(text, taken_by):
+    folder = text / f"taken-{taken_by[:6]}{taken_by[8:9]}"
+    launcher = start(text, "--folder", folder.name)
+    wait_for_step(folder)
+    aside = folder.rename(text / f"{folder.name}-aside")
+    if taken_by != "renamed":
+        shutil.rmtree(aside)
+    if taken_by == "removed and made again":
+        folder.mkdir()
+        (folder / "run.toml").write_text("a run file of somebody else's")
+    said, errors = launcher.communicate(timeout=HANG)
+    assert launcher.returncode == 1  # nobody is to start it again unasked
+    assert f"what:    the run folder {folder.name} is gone: it was removed or renamed while" in errors
+    assert "done:" not in said
+    assert not (folder / "summary.json").exists()
+    left = {entry.name for entry in folder.iterdir()} if folder.exists() else set()
+    assert left == ({"run.toml"} if taken_by == "removed and made again" else set())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_that_was_ended_in_its_last_command_makes_up_for_it(text, number):
+    folder, begun, may_end = (text / f"commanded-{name}{number.name}" for name in ("", "begun-", "go-"))
+    (text / "judge.py").write_text(
+        "import pathlib, sys, time\n"
+        "pathlib.Path(sys.argv[2]).touch()\n"
+        "while not pathlib.Path(sys.argv[3]).exists():\n    time.sleep(0.1)\n"
+        "print('{\"files\": ' + str(len(list(pathlib.Path(sys.argv[1]).iterdir()))) + '}')\n"
+    )
+    command = f"eval.command={sys.executable} {text / 'judge.py'} {{folder}} {begun} {may_end}"
+    words = (command, "--ranks", "1", "--folder", folder.name)
+    launcher = start(text, "steps=2", *words)
+    until(begun.exists, "the command did not begin")
+    launcher.send_signal(number)
+    launcher.communicate(timeout=HANG)
+    assert launcher.returncode == (-9 if number == signal.SIGKILL else 0)  # all steps are done
+    may_end.touch()
+    again = [meshwright(*small(text, "steps=2", *words), folder=text) for _ in range(2)]
+    assert [done.returncode for done in again] == [0, 0]
+    assert "eval.command of step 2: files 4" in again[0].stdout
+    assert "eval.command of" not in again[1].stdout  # it has ended by now
+    assert not (folder / "evals" / "step-2" / "model-hf").exists()
 
 
 def test_a_tracker_is_named_in_one_word(text):

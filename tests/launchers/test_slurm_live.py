@@ -95,7 +95,7 @@ def test_a_machine_is_killed_and_a_spare_has_its_place_until_the_job_has_started
     job.until(lambda: steps(job.folder, 1) >= 5)
     os.kill(launcher_of(1, job.folder), signal.SIGKILL)
     job.until(lambda: steps(job.folder, 2) > 7)
-    job.until(lambda: "machine 1 of 3, 1 ranks; joining the others" in job.said())
+    job.until(lambda: "machine 1 of 3, 1 rank; joining the others" in job.said())
     said = job.until_end()
     assert "exit code 137 of machine 1 (127.0.0.2): started again" in said, said
     assert f"done: {STEPS} steps" in said, said

@@ -1,7 +1,9 @@
 import json
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +26,7 @@ QUICK = [
 def test_what_needs_no_torch_imports_none(words):
     code = f"""
 import sys
+from pathlib import Path
 from meshwright.cli.main import main
 try:
     main({words!r})
@@ -171,6 +174,24 @@ def test_an_interruption_is_a_sentence_and_its_exit_code(monkeypatch, capsys):
     monkeypatch.setattr(info, "models", lambda options: signal.raise_signal(signal.SIGINT))
     assert main.main(["models"]) == 130
     assert capsys.readouterr().err == "meshwright: interrupted before it was done; run the same command again\n"
+
+
+def test_a_full_disk_is_a_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(info, "models", lambda options: Path("/dev/full").write_text("something"))
+    assert main.main(["models"]) == 1
+    told = capsys.readouterr().err
+    assert re.fullmatch(
+        r"what: +a file could not be written: no space is left.*\ndo: +free some space, then run the same command .*\n",
+        told,
+    )
+
+
+def test_output_that_a_full_disk_does_not_take_is_a_sentence():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "meshwright", "models"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert "Traceback" not in done.stderr
+    assert "no space is left" in done.stderr
 
 
 def test_a_reader_that_leaves_is_no_error():

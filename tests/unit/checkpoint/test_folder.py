@@ -1,5 +1,7 @@
 import json
+import os
 import shutil
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -138,6 +140,30 @@ def test_a_save_that_lacks_a_parameter_leaves_the_earlier_model(tmp_path):
         save_native(tmp_path / "model", arch, tensors.items(), None)
     assert_holds(tmp_path / "model", arch)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_a_killed_writer_left_goes_and_what_another_is_writing_stays(tmp_path):
+    left, old, other, written = (
+        tmp_path / f".{name}"
+        for name in ("out.0a373628.partial", "out.0a373629.old", "outer.0a373628.partial", "out.x")
+    )
+    for folder in (left, old, other, written):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"much")
+        os.utime(folder, (0, 0))
+    with staged(tmp_path / "out") as stage:
+        assert not left.exists()
+        assert old.exists()  # all that is left of what was there
+        (stage / "file").touch()
+        os.utime(stage, (0, 0))
+        with suppress(KeyError), staged(tmp_path / "out") as second:
+            assert stage.exists()  # it is being written
+            os.utime(second, (0, 0))
+            raise KeyError
+    assert {entry.name for entry in tmp_path.iterdir()} == {"out", old.name, other.name, written.name}
+    with staged(tmp_path / "out", replace=True) as stage:
+        (stage / "file").touch()
+    assert not old.exists()
 
 
 def test_a_staged_folder_takes_an_empty_place_and_no_other(tmp_path):

@@ -223,7 +223,7 @@ MISTAKES = [
         "4000000000 experts in all layers are beyond any model",
         "use at most 100000",
     ),
-    Mistake("bench tiny --plan tp=2 --ranks 1", "1 ranks are no multiple of tp 2 = 2", "start 2, 4 or 6 ranks"),
+    Mistake("bench tiny --plan tp=2 --ranks 1", "1 rank is no multiple of tp 2 = 2", "start 2, 4 or 6 ranks"),
     # Machines, memory, trackers
     Mistake(
         "train log.writers=wandb",
@@ -238,7 +238,7 @@ MISTAKES = [
     Mistake("train goal.cluster=64xh1000", 'unknown card "h1000"', "did you mean h100? `meshwright clusters`"),
     Mistake(
         "train batch=1000000000000",
-        "the run does not fit: it needs 12513160705.6 GiB for 2 rank(s),",
+        "the run does not fit: it needs 12513160705.6 GiB for 2 ranks,",
         "this plan fits: plan.",
         code=3,
     ),

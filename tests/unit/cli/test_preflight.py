@@ -85,9 +85,7 @@ def test_a_run_that_does_not_fit_is_three_with_a_plan_that_does(capsys, monkeypa
     words = [*SMALL, "arch.layers=24", "arch.hidden=512", "arch.heads=8", "arch.kv_heads=8", "arch.ffn=2048"]
     monkeypatch.setattr(preflight, "free_host_bytes", lambda: int(2.2 * GIB))
     said = told(capsys, "train", *words, code=3)
-    assert re.match(
-        r"meshwright: the run does not fit: it needs [\d.]+ GiB for 2 rank\(s\), and 2.2 are free here; ", said
-    )
+    assert re.match(r"meshwright: the run does not fit: it needs [\d.]+ GiB for 2 ranks, and 2.2 are free here; ", said)
     remedy = said.partition("this plan fits: ")[2].split()
     assert remedy
     assert "plan.compile=true" not in remedy

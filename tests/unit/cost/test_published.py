@@ -394,7 +394,7 @@ def test_a_table_comes_back_whole_with_our_columns_and_a_reason_for_every_refusa
     assert float(found[0]["pred_iter_time_s"]) > 0
     assert found[1]["pred_iter_time_s"] == ""
     assert "abacus" in found[1]["refused"]
-    assert told[-1].startswith("1 rows priced, 1 refused")
+    assert told[-1].startswith("1 row priced, 1 refused")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.csv", "out.csv"]
     price_file(target, target, told.append)  # its own table again: the columns are replaced, not doubled
     with target.open(newline="") as lines:

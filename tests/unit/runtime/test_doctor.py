@@ -5,6 +5,7 @@ from ipaddress import ip_address
 import msgspec
 import pytest
 
+from meshwright.cli.main import main
 from meshwright.runtime.doctor import Interface, LinkFacts, NetworkAdapter, RankFacts, disk_speed, findings, look
 from meshwright.runtime.links import LinkServer, call, interface_towards, interfaces, rounds
 from meshwright.spec.units import GIB
@@ -132,6 +133,16 @@ def test_a_link_is_measured_and_a_closed_one_is_told():
 def test_the_trial_of_a_disk_leaves_nothing(tmp_path):
     assert disk_speed(tmp_path) > 0
     assert disk_speed(tmp_path / "gone") == "No such file or directory"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("folder", ["runs", "not/there/yet", "."])
+def test_the_verb_leaves_nothing_and_makes_no_folder(tmp_path, monkeypatch, capsys, folder):
+    monkeypatch.chdir(tmp_path)
+    main(["doctor", "--folder", folder, "--json"])
+    seen = msgspec.json.decode(capsys.readouterr().out)["ranks"][0]
+    assert seen["folder"] == str(tmp_path / folder)
+    assert seen["disk"] > 0
     assert not list(tmp_path.iterdir())
 
 

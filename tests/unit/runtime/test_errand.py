@@ -135,6 +135,13 @@ def test_a_daemon_ends_with_it(tmp_path):
     assert not is_there(started(tmp_path))
 
 
+def test_who_is_asked_to_end_and_cannot_say_how_has_not_failed(tmp_path):
+    """On a crowded machine its process is ended before it has left a word."""
+    one = Errand(tmp_path, Order(commands=(python("command", "import time; time.sleep(1000)"),), seconds=SECONDS))
+    one.process.kill()
+    assert one.stop().state == "stopped"
+
+
 def test_it_has_only_so_long(tmp_path):
     result = wait(Errand(tmp_path, Order(commands=(python("command", "import time; time.sleep(1000)"),), seconds=0.3)))
     assert result.state == "timeout"

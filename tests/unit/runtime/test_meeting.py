@@ -1,5 +1,6 @@
 """Ranks that meet before torch is imported: who is beside whom, and what is said of one who is missing or strange."""
 
+import os
 import socket
 import threading
 import time
@@ -8,7 +9,7 @@ import msgspec
 import pytest
 from commands import free_port
 
-from meshwright.runtime import meeting
+from meshwright.runtime import meeting, run_folder
 from meshwright.runtime.meeting import RankHello, RankWelcome, introduced, meet, named, opened, sealed
 from meshwright.runtime.place import ALONE
 from meshwright.spec.problem import InputError
@@ -92,6 +93,14 @@ def test_a_name_that_leads_to_the_wrong_machine_is_told(tmp_path):
         InputError, match=r"does not meet rank 0 at localhost:\d+ \(.*, this machine itself\): .*refused"
     ):
         meet(here, tmp_path, "", 0.2, print)
+
+
+def test_a_rank_whose_first_one_was_refused_the_folder_says_who_has_it(tmp_path):
+    with run_folder.locked(tmp_path):  # by another job, so that rank 0 of this one has left
+        told = gather([None, tmp_path], patience=0.5)[1]
+    assert f"refused; {tmp_path} is in use by process {os.getpid()} on " in told
+    assert "wait for it or name another --folder; else set MASTER_ADDR to" in told
+    assert "in use" not in gather([None, tmp_path], patience=0.5)[1]
 
 
 def test_a_port_that_another_has_is_told(tmp_path):

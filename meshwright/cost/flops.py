@@ -7,7 +7,7 @@ as far as the sample shows it, and the sequence where nothing is masked.
 """
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 
 from meshwright.cost.activations import ActivationPolicy, policy_of
@@ -76,6 +76,7 @@ def _products_per_token(arch: Arch) -> float:
     return passes(arch) * matmul_flops_per_token(arch) - spared_flops_per_token(arch)
 
 
+@lru_cache(maxsize=4096)
 def _attended_per_token(arch: Arch, span: float, causal: bool) -> float:
     """Attention in a step, forward and back: beneath the first weight that is trained there is no way back."""
     still = (layer for layer, flow in enumerate(grad_flow(arch)) if not flow.attended)

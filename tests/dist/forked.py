@@ -23,16 +23,49 @@ from worlds import RARELY, SERVER
 
 def run(words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     """`python -m meshwright WORDS` in a folder, to its end."""
-    with tempfile.TemporaryDirectory() as name:
-        output, errors = Path(name) / "output", Path(name) / "errors"
-        process = SERVER.Process(target=_program, args=(list(words), folder, dict(environment), output, errors))
-        process.start()
-        process.join(HANG)
-        process.kill()
-        process.join()
-        assert process.exitcode is not None
-        said = [file.read_text() if file.exists() else "" for file in (output, errors)]
-        return subprocess.CompletedProcess(list(words), process.exitcode, *said)
+    program = Program(words, folder, environment)
+    said = program.communicate()
+    assert program.returncode is not None
+    return subprocess.CompletedProcess(list(words), program.returncode, *said)
+
+
+class Program:
+    """`python -m meshwright WORDS` in a folder, at work: what is used of a `Popen`."""
+
+    def __init__(self, words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+        self.said = tempfile.TemporaryDirectory()
+        self.process = SERVER.Process(target=_program, args=(list(words), folder, dict(environment), *self._files()))
+        self.process.start()
+
+    def _files(self) -> list[Path]:
+        return [Path(self.said.name) / name for name in ("output", "errors")]
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def terminate(self) -> None:
+        """Ask it to save, and to end."""
+        self.process.terminate()
+
+    def communicate(self) -> tuple[str, str]:
+        """What it has printed, and what it said of errors, once it has ended; one that hangs is ended."""
+        self.process.join(HANG)
+        self.process.kill()
+        self.process.join()
+        said, errors = (file.read_text() if file.exists() else "" for file in self._files())
+        return said, errors
 
 
 def _program(words: list[str], folder: Path, environment: dict[str, str], output: Path, errors: Path) -> None:

@@ -3,11 +3,10 @@
 import json
 import socket
 import subprocess
-import sys
 
+import forked
 import pytest
 from commands import environment, meshwright
-from waiting import HANG
 
 from meshwright.hardware.profile import read_profile
 
@@ -69,21 +68,10 @@ def launched(*words: str, folder) -> list[subprocess.CompletedProcess[str]]:
         port = str(free.getsockname()[1])
     place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "meshwright", *words]
-    ranks = [
-        subprocess.Popen(
-            command, cwd=folder, env=environment(folder, RANK=str(rank), **place), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = [rank.communicate(timeout=HANG) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    ranks = [forked.Program(words, folder, environment(folder, RANK=str(rank), **place)) for rank in range(2)]
+    said = [rank.communicate() for rank in ranks]
     pairs = zip(ranks, said, strict=True)
-    return [subprocess.CompletedProcess(command, rank.returncode or 0, *texts) for rank, texts in pairs]
+    return [subprocess.CompletedProcess(words, rank.returncode or 0, *texts) for rank, texts in pairs]
 
 
 @pytest.mark.slow

@@ -2,11 +2,10 @@
 
 import json
 import shutil
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from commands import environment, meshwright
 from waiting import is_running, until
@@ -33,24 +32,16 @@ def user(tmp_path_factory):
 
 def kill_after(folder: Path, name: str, saves: int, *words: str, place: Path | None = None) -> None:
     """Train until so many steps are saved, or copied to another place, and kill the launcher."""
-    said = folder / f"{name}.txt"
-    with said.open("w") as output:
-        launcher = subprocess.Popen(
-            [sys.executable, "-m", "meshwright", *WORDS, *words, "--ranks", "2", "--folder", name],
-            cwd=folder,
-            env=environment(folder),
-            stdout=output,
-            stderr=output,
-        )
+    launcher = forked.Program([*WORDS, *words, "--ranks", "2", "--folder", name], folder, environment(folder))
     home = (place or folder / name) / "checkpoints"
     until(
         lambda: len(list(home.glob("step-*/manifest.json"))) >= saves or launcher.poll() is not None,
         "nothing was saved",
     )
-    assert launcher.poll() is None, said.read_text()
+    assert launcher.poll() is None, launcher.communicate()
     ranks = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    launcher.send_signal(signal.SIGKILL)
-    launcher.wait()
+    launcher.kill()
+    launcher.communicate()
     until(lambda: not any(map(is_running, ranks)), "a rank outlived its launcher")
     assert not (folder / name / "summary.json").exists(), "it was done before it was killed"
 

@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from commands import SMALL, meshwright
+from commands import SMALL, TINY, meshwright
 
 from meshwright.runtime.records import EvalRecord, read_line
 
@@ -23,7 +23,7 @@ def user(tmp_path_factory):
     (folder / "all.jsonl").write_text("\n".join(lines))
     (folder / "held.jsonl").write_text("\n".join(lines[-8:]))
     words = ("sequence=64", "data.source=all.jsonl", "data.pack=documents", "data.eval_fraction=0.2", "eval.batches=2")
-    words += ("eval.every=2", "checkpoint.every=2", "steps=4", "optim.lr=1e-2")
+    words += ("eval.every=2", "checkpoint.every=2", "steps=4", "optim.lr=3e-2")
     done = meshwright("train", *SMALL, *words, "--folder", "run", folder=folder)
     assert done.returncode == 0, done.stderr
     return folder
@@ -128,7 +128,7 @@ def test_a_damaged_step_is_not_read(user):
     assert done.stderr.endswith("; name another step of the run, as RUN@STEP\n")
     assert meshwright("generate", "damaged", "--prompt", "a", folder=user).returncode == 0  # its model is sound
     done = meshwright(
-        "train", *SMALL[1:], "init.from=damaged@2", "data.source=all.jsonl", "--folder", "next", folder=user
+        "train", *SMALL[len(TINY) :], "init.from=damaged@2", "data.source=all.jsonl", "--folder", "next", folder=user
     )
     assert done.returncode == 12
     assert "do:      name another step in init.from, as RUN@STEP" in done.stderr

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from commands import SMALL, meshwright, write_text
+from commands import TINY, meshwright, write_text
 from trials import alone, corpus_file, make_corpus, make_run
 
 from meshwright.checkpoint.model_folder import open_folder
@@ -119,7 +119,8 @@ def tokenizer(folder):
 
 def test_the_command_line_goes_on_extends_refuses_and_reports(tmp_path):
     write_text(tmp_path)
-    words = ["train", *SMALL[:3], "eval.batches=1", "eval.sample_tokens=0", "data.source=my/*.txt", "--ranks", "1"]
+    small = (*TINY, "sequence=32", "batch=4", "eval.batches=1", "eval.sample_tokens=0", "data.source=my/*.txt")
+    words = ["train", *small, "--ranks", "1"]
 
     def asked(*more):
         return meshwright(*words, *more, "--json", folder=tmp_path)

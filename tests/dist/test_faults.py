@@ -7,13 +7,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+import forked
 import pytest
 from commands import SMALL, environment, meshwright, write_text
-from waiting import HANG, until
+from waiting import until
 
 from meshwright.cost.goodput import account
 from meshwright.runtime.failure import process_name
@@ -183,34 +183,22 @@ def test_an_error_is_told_in_six_lines_and_not_tried_again(user):
 
 
 def test_a_power_cut_costs_one_interval_at_most(user):
-    command = [sys.executable, "-m", "meshwright", "train", *RUN, "steps=100000", "checkpoint.every=2"]
-    launcher = subprocess.Popen(
-        [*command, "--folder", "cut"],
-        cwd=user,
-        env=environment(user),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    words = ["train", *RUN, "steps=100000", "checkpoint.every=2", "--folder", "cut"]
+    launcher = forked.Program(words, user, environment(user))
     file = user / "cut" / "steps.rank0.jsonl"
     until(lambda: file.exists() and file.read_bytes().count(b"\n") > 6, "no steps were made")
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     left = f"meshwright-{process_name(launcher.pid)}-*"
     for pid in [launcher.pid, *map(int, children)]:
         os.kill(pid, signal.SIGKILL)
-    launcher.wait()
+    launcher.communicate()
     assert len(list(Path(tempfile.gettempdir()).glob(left))) == 1
     made = [record.step for record in records(user / "cut") if isinstance(record, StepRecord)][-1]
-    again = subprocess.Popen(
-        [*command, "--folder", "cut"],
-        cwd=user,
-        env=environment(user),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    again = forked.Program(words, user, environment(user))
     until(lambda: file.read_bytes().count(b'"kind":"attempt"') >= 2, "it did not go on")
-    again.send_signal(signal.SIGTERM)
-    assert again.wait(timeout=HANG) == 10
+    again.terminate()
+    said = again.communicate()
+    assert again.returncode == 10, said
     begun = [record.step for record in records(user / "cut") if isinstance(record, AttemptRecord)]
     assert begun[0] == 0
     assert not list(Path(tempfile.gettempdir()).glob(left))

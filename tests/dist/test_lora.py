@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -11,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from commands import meshwright
 from safetensors.torch import load_file, save_file
 from trials import (
     CPU,
@@ -392,8 +391,8 @@ def test_a_run_of_an_adapter_ends_as_any_other_and_its_steps_convert(folder):
         "sequence=32",
         "batch=4",
     ]
-    command = [sys.executable, "-m", "meshwright", "train", *LORA, *words, "checkpoint.every=1", "plan.replicate=1"]
-    done = subprocess.run([*command, "--folder", str(folder / "run")], capture_output=True, text=True, check=False)
+    words = ["train", *LORA, *words, "checkpoint.every=1", "plan.replicate=1", "--folder", "run"]
+    done = meshwright(*words, folder=folder)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     for step in ("run", "run@1"):

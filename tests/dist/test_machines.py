@@ -1,12 +1,11 @@
 """Machines whose replicas can do without each other: all of one is killed, and its command is started again."""
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pytest
 from commands import environment, free_port, with_reference
 from waiting import HANG
@@ -37,14 +36,11 @@ class Launchers:
         words = ["plan.replicate=2", "plan.grad_accum=2", "faults.live=true", "faults.spares=1", *more]
         options = {"nodes": 3, "ranks-per-node": 1, "master": f"127.0.0.1:{free_port()}", "folder": name}
         shape = [f"--{option}={value}" for option, value in {**options, "inject": inject}.items()]
-        launch = [sys.executable, "-m", "meshwright", "launch", *RUN, *words, "faults.meet_seconds=300"]
-        self.command = [*launch, *shape, "--node-rank"]
+        self.command = ["launch", *RUN, *words, "faults.meet_seconds=300", *shape, "--node-rank"]
         self.running = {number: self.start(number) for number in range(3)}
 
-    def start(self, number: int) -> "subprocess.Popen[str]":
-        own = environment(self.user, OMP_NUM_THREADS="1")
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen([*self.command, str(number)], cwd=self.user, env=own, text=True, **pipes)
+    def start(self, number: int) -> forked.Program:
+        return forked.Program([*self.command, str(number)], self.user, environment(self.user, OMP_NUM_THREADS="1"))
 
     def records(self, rank: int) -> list[object]:
         file = self.folder / f"steps.rank{rank}.jsonl"
@@ -71,11 +67,15 @@ class Launchers:
         gone.kill()
         gone.communicate()
 
+    def said(self) -> dict[int, str]:
+        """All that each machine said, once they have ended."""
+        return {number: "".join(each.communicate()) for number, each in self.running.items()}
+
     def end(self) -> None:
         """Leave nothing behind."""
         for each in self.running.values():
             each.kill()
-            each.wait()
+            each.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_machines_are_killed_and_others_take_their_place_with_the_state_of_a_pee
     launchers.running[0] = launchers.start(0)
     launchers.until(lambda: launchers.is_ready(0), "the first is back")
     launchers.kill(1)
-    said = {number: each.communicate(timeout=HANG)[0] for number, each in launchers.running.items()}
+    said = launchers.said()
     assert {number: each.returncode for number, each in launchers.running.items()} == {0: 0, 2: 0}, said
     assert "(rank 0) is unreachable" in said[2]
     # That of the second is in the records: a few steps that nobody slows down may be over before a launcher misses it.
@@ -110,9 +110,9 @@ def test_machines_are_killed_and_others_take_their_place_with_the_state_of_a_pee
 
 def test_a_finished_run_is_only_shown(launchers):
     again = launchers.start(1)
-    said, _ = again.communicate(timeout=HANG)
+    said = again.communicate()
     assert again.returncode == 0
-    assert "has finished this run" in said
+    assert "has finished this run" in "".join(said)
 
 
 def test_the_spares_machine_takes_the_place_of_one_that_computes_wrong_numbers(user):
@@ -120,7 +120,7 @@ def test_the_spares_machine_takes_the_place_of_one_that_computes_wrong_numbers(u
     words = ("checkpoint.every=10", "faults.check_matmuls_every=1", "steps=30")
     machines = Launchers(user, *words, name="faulty", inject="matmul:0:14")
     try:
-        said = {number: each.communicate(timeout=HANG)[0] for number, each in machines.running.items()}
+        said = machines.said()
     finally:
         machines.end()
     assert {number: each.returncode for number, each in machines.running.items()} == {0: 0, 1: 0, 2: 0}, said

@@ -13,7 +13,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(ETHERNET.lacking()), rea
 def test_the_interfaces_see_what_was_planned_and_issued(tmp_path, monkeypatch, name):
     write_text(tmp_path)
     job = [*(word for word in SMALL if not word.startswith("steps=")), f"data.source={tmp_path}/my/*.txt"]
-    monkeypatch.setattr(SLOW, "JOB", (*job, "arch.vocab=2048", "checkpoint.every=0", "faults.compare_every=0"))
+    words = ("arch.layers=6", "arch.vocab=2048", "checkpoint.every=0", "faults.compare_every=0")
+    monkeypatch.setattr(SLOW, "JOB", (*job, *words))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     method = next(each for each in SLOW.METHODS if each.name == name)
     with ETHERNET.two_nodes(10.0) as nodes:

@@ -12,6 +12,7 @@ from meshwright.runtime.records import AttemptRecord, EventRecord, StepRecord, r
 WORDS = (
     *(
         "arch.preset=tiny",
+        "arch.layers=2",
         "sequence=32",
         "batch=8",
         "steps=30",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 from commands import SMALL, environment, meshwright
 from waiting import HANG, is_running, until
@@ -207,28 +208,32 @@ def rank_of(launcher: int, rank: int) -> int:
     return next(pid for pid in children(launcher) if Path(f"/proc/{pid}/comm").read_text().strip() == f"rank{rank}")
 
 
+def start_copy(text: Path, *words: str) -> forked.Program:
+    return forked.Program(small(text, "steps=100000", *words), text, environment(text))
+
+
 def test_a_killed_rank_is_named_and_replaced(text):
-    launcher = start(text, "checkpoint.every=1", "--folder", "killed")
+    launcher = start_copy(text, "checkpoint.every=1", "--folder", "killed")
     wait_for_step(text / "killed")
     killed = rank_of(launcher.pid, 1)
     os.kill(killed, signal.SIGKILL)
     file = text / "killed" / "steps.rank0.jsonl"
     until(lambda: file.read_bytes().count(b'"kind":"attempt"') >= 2, "training did not go on")
     launcher.terminate()
-    said, _ = launcher.communicate(timeout=HANG)
+    said = "".join(launcher.communicate())
     assert launcher.returncode == 10
     assert "what:    rank 1 was ended by signal SIGKILL" in said
     assert f"process {killed}" in said
 
 
 def test_a_second_launcher_on_one_folder_is_refused_by_name(text):
-    launcher = start(text, "--folder", "owned")
+    launcher = start_copy(text, "--folder", "owned")
     wait_for_step(text / "owned")
     second = meshwright(*small(text, "steps=100000"), "--folder", "owned", folder=text)
     assert second.returncode == 2
     assert f"in use by process {launcher.pid}" in second.stderr
     launcher.terminate()
-    launcher.communicate(timeout=HANG)
+    launcher.communicate()
 
 
 @pytest.mark.parametrize("taken_by", ["removed", "renamed", "removed and made again"])

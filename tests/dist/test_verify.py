@@ -8,7 +8,7 @@ import bugs
 import msgspec
 import pytest
 import safetensors.torch
-from commands import meshwright
+from commands import TINY, meshwright
 from waiting import HANG
 
 from meshwright.runtime.ranks import RankError, Remote, run_ranks
@@ -42,7 +42,7 @@ def test_the_standard_set_for_eight_ranks_is_equal_to_one_process(folder):
 
 def seeded(folder: Path, bug: str, plan: str, model: str, words: tuple[str, ...] = ()) -> ParityResult:
     """A plan with a bug beside the true reference."""
-    ((reference, [(_, run)]),) = prove.jobs(model, list(words), [plan], 2, folder)
+    ((reference, [(_, run)]),) = prove.jobs(model, [*TINY[1:], *words], [plan], 2, folder)
     theirs, ours = folder / f"reference-{bug}", folder / f"plan-{bug}"
     for each in (theirs, ours):
         each.mkdir()
@@ -81,7 +81,7 @@ def test_an_optimizer_that_takes_its_shard_for_the_whole_is_caught(folder, name)
 
 
 def test_an_optimizer_state_that_is_off_is_named(folder):
-    ((reference, _),) = prove.jobs("tiny", [], ["grad_accum=2"], 2, folder)
+    ((reference, _),) = prove.jobs("tiny", list(TINY[1:]), ["grad_accum=2"], 2, folder)
     theirs, ours = folder / "states", folder / "other-states"
     theirs.mkdir()
     run_ranks(Remote("meshwright.verify.evidence", "record"), 1, (reference, folder / "cache", theirs), HANG)
@@ -98,7 +98,8 @@ def test_an_optimizer_state_that_is_off_is_named(folder):
 def test_a_run_file_is_proved_on_its_own_data(folder):
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 300)
     (folder / "run.toml").write_text(
-        'sequence = 32\nbatch = 4\n[arch]\npreset = "tiny"\n[data]\nsource = "text.txt"\n[optim]\nwarmup = 1\n'
+        'sequence = 32\nbatch = 4\n[arch]\npreset = "tiny"\nlayers = 2\n'
+        '[data]\nsource = "text.txt"\n[optim]\nwarmup = 1\n'
     )
     words = ["verify", "run.toml", "--plan", "shard=2,zero=3", "--plan", "grad_accum=2", "--steps", "2"]
     done = meshwright(*words, folder=folder)
@@ -107,7 +108,8 @@ def test_a_run_file_is_proved_on_its_own_data(folder):
 
 
 def test_a_named_precision_is_used_on_both_sides(folder):
-    done = meshwright("verify", "tiny", "--plan", "shard=2,zero=3,precision=bf16", "--json", folder=folder)
+    words = ("tiny", *TINY[1:], "--plan", "shard=2,zero=3,precision=bf16", "--json")
+    done = meshwright("verify", *words, folder=folder)
     assert done.returncode == 0, done.stderr
     (certificate,) = json.loads((folder / "runs/verify-tiny/certificate.json").read_text())
     assert certificate["run"]["plan"]["precision"] == "bf16"

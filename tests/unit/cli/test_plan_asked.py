@@ -106,7 +106,7 @@ def test_cards_in_one_machine_are_joined_by_its_bus(capsys):
     assert answer(capsys, *words)["answer"]["command"].startswith("meshwright train ")
 
 
-DOCUMENTS = ("plan", "llama3-8b", "--cluster", "8xh200", "--batch", "64", "data.mask_documents=true")
+DOCUMENTS = ("plan", "llama3-8b", "--cluster", "2xh200", "--batch", "8", "data.mask_documents=true")
 
 
 def test_documents_are_as_long_whatever_sequence_is_asked_about(capsys):

@@ -2,8 +2,6 @@
 
 import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -242,13 +240,14 @@ def test_a_large_model_is_proved_in_small():
     assert all(param.shape[-1] % 64 == 0 for param in params(coded) if param.held == "nf4")
 
 
-def test_the_verb_writes_a_certificate_and_answers_programs(home, tmp_path):
+def test_the_verb_writes_a_certificate_and_answers_programs(home, tmp_path, monkeypatch, capsys):
     words = [f"init.from={home}/hf", f"data.source={home}/chat.jsonl", "data.format=chat", "sequence=256", "batch=2"]
     (tmp_path / "run.toml").write_text('name = "sft"\n')
-    command = [sys.executable, "-m", "meshwright", "verify", "--tune", "run.toml", *words, "--json", "--folder", "out"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    monkeypatch.chdir(tmp_path)
+    code = main(["verify", "--tune", "run.toml", *words, "--json", "--folder", "out"])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    answer = json.loads(printed.out)
     assert [check["name"] for check in answer["checks"]][:3] == ["mask", "stop", "packing"]
     assert json.loads((tmp_path / "out/certificate.json").read_bytes())["checks"] == answer["checks"]
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["certificate.json"]

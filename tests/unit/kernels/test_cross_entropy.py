@@ -171,9 +171,7 @@ def test_narrow_logits_give_a_wide_loss_and_narrow_gradients():
     assert (x.grad.dtype, projection.grad.dtype) == (torch.bfloat16, torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("vocab", "rows", "frozen"), [(50304, 20480, 5120), (128256, 8192, 2048), (2**31, 1024, 1024)]
-)
+@pytest.mark.parametrize(("vocab", "rows", "frozen"), [(50304, 20480, 5120), (128256, 8192, 2048), (2**31, 1024, 1024)])
 def test_a_chunk_is_two_gibibytes_of_logits_or_the_fewest_rows(vocab, rows, frozen):
     assert cross_entropy.rows_of(vocab, 2, is_frozen=False) == rows
     assert cross_entropy.rows_of(vocab, 2, is_frozen=True) == frozen  # half a gibibyte

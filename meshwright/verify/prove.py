@@ -81,6 +81,7 @@ MATRIX = (
     "replicate=2,powersgd=2",
     "replicate=2,shard=2,zero=3,grad_reduce=int4,gather=int8",
     "shard=4,zero=3,secondary_shard=2",
+    "shard=4,zero=3,grad_reduce=int4,grad_reduce_node=2",
     "replicate=2,staleness=0",
     "replicate=2,staleness=2",
 )
@@ -116,7 +117,7 @@ OWN_REFERENCES: dict[str, tuple[str, Remote]] = {
         Remote("meshwright.verify.workers", "record"),
     ),
 }
-LOSSY = ("replicate", "shard", "zero", "grad_reduce", "powersgd", "error_feedback", "gather")
+LOSSY = ("replicate", "shard", "zero", "grad_reduce", "powersgd", "error_feedback", "grad_reduce_node", "gather")
 # The fields that such a reference shares with its plan, and that one process alone does without.
 OWN_FIELDS: dict[str, tuple[str, ...]] = {
     "sync_every": ("replicate", "sync_every", "outer", "outer_fragments", "outer_quant"),
@@ -287,7 +288,7 @@ def _rounding(plans: list[str], overrides: list[str]) -> dict[str, str]:
     return {"precision": "fp64"} | found
 
 
-_NEUTRAL = dict.fromkeys((*AXES, "ep", "sync_every", "outer_fragments", "secondary_shard"), "1")
+_NEUTRAL = dict.fromkeys((*AXES, "ep", "sync_every", "outer_fragments", "secondary_shard", "grad_reduce_node"), "1")
 _NEUTRAL |= {"outer_quant": "none", "grad_reduce": "default", "powersgd": "0", "gather": "default"}
 
 

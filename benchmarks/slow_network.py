@@ -66,6 +66,7 @@ class Method(NamedTuple):
 SYNC = 20  # steps between two syncs
 REPLICAS = "plan.replicate=2"
 SHARDS = ("plan.shard=4", "plan.zero=3")
+ZEROPP = ("plan.gather=int8", "plan.grad_reduce=int4", "plan.secondary_shard=2")
 RARELY = (REPLICAS, f"plan.sync_every={SYNC}")
 DILOCO = (*RARELY, "plan.outer=diloco")
 GENTLE = ("optim.outer_lr=0.9", "optim.outer_momentum=0.1")  # what so short a run bears; the paper's are 0.7 and 0.9
@@ -82,13 +83,8 @@ METHODS = (
     Method("DiLoCo, int4, 0.7 and 0.9", (*DILOCO, "plan.outer_quant=int4")),
     Method("ZeRO-3", SHARDS, 2, SHARDED_STEPS, True),
     Method("ZeRO++: qwZ, qgZ", (*SHARDS, "plan.gather=int8", "plan.grad_reduce=int4"), 2, SHARDED_STEPS, True),
-    Method(
-        "ZeRO++: qwZ, hpZ, qgZ",
-        (*SHARDS, "plan.gather=int8", "plan.grad_reduce=int4", "plan.secondary_shard=2"),
-        2,
-        SHARDED_STEPS,
-        True,
-    ),
+    Method("ZeRO++: qwZ, hpZ, qgZ", (*SHARDS, *ZEROPP), 2, SHARDED_STEPS, True),
+    Method("ZeRO++, qgZ in two levels", (*SHARDS, *ZEROPP, "plan.grad_reduce_node=2"), 2, SHARDED_STEPS, True),
 )
 ALONE = Method("alone", ("plan.replicate=1", "batch=2"), 1, 24)  # a replica's part of the batch, and nobody to tell
 
@@ -176,6 +172,7 @@ def crossing(calls: Iterable[tuple[str, list[int], int, int]], local: int) -> fl
     """Bytes that calls of one rank, and its neighbours' alike, take out of their machine.
 
     Rings pass a machine's border once; in an all-to-all each of its ranks sends to all beyond. Both are Gloo's ways.
+    A call among some of a machine's ranks has its like among the others.
     """
     total = 0.0
     for kind, ranks, size, number in calls:
@@ -186,7 +183,7 @@ def crossing(calls: Iterable[tuple[str, list[int], int, int]], local: int) -> fl
             out = inside * size * (len(ranks) - inside) / len(ranks)
         else:
             out = bus_share(kind, len(ranks)) * size * (TWICE if kind == "reduce_scatter" else 1)
-        total += number * out
+        total += number * out * (local // inside)
     return total
 
 

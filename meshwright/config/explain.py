@@ -106,7 +106,7 @@ PAGES = {
     "goal.memory_gib": "docs/budget.md",
     **{
         f"plan.{name}": "docs/communication.md"
-        for name in ("grad_reduce", "powersgd", "error_feedback", "gather", "secondary_shard")
+        for name in ("grad_reduce", "powersgd", "error_feedback", "grad_reduce_node", "gather", "secondary_shard")
     },
     "plan.tf32": "docs/precision.md",
     "optim.adascale": "docs/batch-size.md",

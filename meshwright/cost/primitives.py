@@ -156,6 +156,8 @@ def _reach(axis: Axis, plan: Plan) -> tuple[int, int]:
         "outer": (plan.parts, plan.world // plan.pp // plan.parts),
         "peers": (plan.world // plan.parts, 1),
         "secondary": (plan.secondary_shard, plan.tp),
+        "node": (plan.grad_reduce_node, plan.tp),
+        "between_nodes": (max(plan.shards // plan.grad_reduce_node, 1), plan.tp * plan.grad_reduce_node),
     }[axis]
 
 

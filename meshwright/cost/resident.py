@@ -107,7 +107,8 @@ def _reference(view: RankView) -> Iterator[LedgerEntry]:
 def feedback_bytes(group: ParamGroup, view: RankView) -> int:
     """What lossy reductions of a group's gradient keep from step to step: errors, and PowerSGD's second factors.
 
-    A rank owes of what it gives to the shards: a whole gradient; to replicas: a shard of it; of their sum: its part.
+    A rank owes of what it gives to the shards: a whole gradient; of its node's sum: a shard for each node; to replicas:
+    a shard; of their sum: its part.
     """
     plan, (copies, shards) = view.plan, grid(group, view.plan)
     if plan.powersgd:
@@ -117,6 +118,7 @@ def feedback_bytes(group: ParamGroup, view: RankView) -> int:
     if plan.grad_reduce == "default" or not plan.error_feedback:
         return 0
     to_shards = shards * _all_elements(group, view) if shards > 1 else 0
+    to_shards += plan.shard_nodes * _all_elements(group, view)
     to_replicas = (copies + 1) * _all_elements(group, view, copies) if copies > 1 else 0
     return group.count * (to_shards + to_replicas) * view.wide
 
@@ -129,6 +131,7 @@ def _why_owed(plan: Plan) -> str:
     if plan.powersgd:
         return "what PowerSGD left out of a replica's last gradient, and the factors it begins with"
     whose = ["a whole gradient on its way to the shards"] if plan.shards > 1 else []
+    whose += ["a rank's part of its node's sum on its way to other nodes"] if plan.shard_nodes else []
     whose += ["a rank's gradient on its way to the replicas, and its part of their sum"] if plan.copies > 1 else []
     return f"what rounding took from {', and from '.join(whose)}"
 

@@ -62,6 +62,7 @@ Axis = Literal[
     "replicate", "shard", "expert_replicate", "expert_shard", "tp", "cp", "ep", "pp", "tied", "world", "outer", "peers",
     "shard_tp", "expert_shard_tp",  # those of shard and tp together, that hold one copy of a weight
     "secondary",  # neighbours among those of shard, that share the weights between forward and backward
+    "node", "between_nodes",  # the same that sum rounded gradients first; and those at one place in all such
 ]  # fmt: skip
 
 AMAX_BYTES = 4  # of a largest magnitude
@@ -572,11 +573,14 @@ def _over_shard(group: ParamGroup, view: RankView) -> Iterator[Collective]:
         size = shards * message_bytes(view.plan.gather, sent_elements(group, view), view.narrow)
     yield Collective(kind="all_gather", axis=axis, count=count, bytes=size, overlappable=True)
     kind, times = ("all_to_all", 1) if view.cuts_rows_only else ("reduce_scatter", reductions(view.plan))
-    size = _elements(group.trained, view, shards) * view.wide
+    count, size, message = group.count * times, _elements(group.trained, view, shards) * view.wide, 0
     if view.plan.grad_reduce != "default":
-        kind, size = "all_to_all", shards * message_bytes(view.plan.grad_reduce, sent_elements(group, view), view.wide)
+        kind, message = "all_to_all", message_bytes(view.plan.grad_reduce, sent_elements(group, view), view.wide)
+        size, axis = shards * message, "node" if view.plan.shard_nodes else axis
     if size:
-        yield Collective(kind=kind, axis=axis, count=group.count * times, bytes=size, overlappable=True)
+        yield Collective(kind=kind, axis=axis, count=count, bytes=size, overlappable=True)
+    if between := view.plan.shard_nodes * message:
+        yield Collective(kind=kind, axis="between_nodes", count=count, bytes=between, overlappable=True)
 
 
 def _reference_over_shard(view: RankView) -> Iterator[Collective]:

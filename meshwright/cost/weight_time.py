@@ -58,7 +58,7 @@ QR_KERNELS = 4  # of each column of a matrix that is orthogonalized: a guess
 # And decoding and encoding a quantized state: some twenty passes of one to eight bytes.
 QUANTIZING_BYTES = 86
 ROUNDS = 8  # of a pipeline, that its weights are followed through; longer steps go on in proportion
-SHARDED = ("shard", "expert_shard")
+SHARDED = ("shard", "expert_shard", "node", "between_nodes")
 GATHERED = (*SHARDED, "secondary")
 COPIED = ("replicate", "expert_replicate")
 V_SHAPED = ("zbv", "dualpipev")  # stages go down the ranks and up again
@@ -311,7 +311,8 @@ def rounding_seconds(view: RankView, at: Rates) -> RoundingSeconds:
             times = gathers(group.stage, plan, root) // (2 if plan.secondary_shard > 1 and not root else 1)
             gathered += times * held * (ENCODED_BYTES + shards * DECODED_BYTES)
         if plan.grad_reduce != "default" and shards > 1:
-            reduced += reductions(plan) * shards * held * (ENCODED_BYTES + fed_back + SUMMED_BYTES)
+            rows = shards + plan.shard_nodes  # of its node's sum, a shard for each node
+            reduced += reductions(plan) * rows * held * (ENCODED_BYTES + fed_back + SUMMED_BYTES)
         if plan.grad_reduce != "default" and copies > 1:
             part = ENCODED_BYTES + fed_back  # of the sum, which each rounds a part of
             copied += held * (ENCODED_BYTES + fed_back + SUMMED_BYTES + part / copies + DECODED_BYTES)

@@ -2,11 +2,15 @@
 
 What a rank gives to a sum is rounded, with what rounding took from the gradient before (error feedback: Seide et al.
 2014, Karimireddy et al. 2019), and goes to whoever adds it up by an all-to-all. Over the ranks that shard the weights
-that is all: each keeps its shard of the sum (ZeRO++'s qgZ, Wang et al. 2023). Over replicas each adds up one part,
-rounds the sum with a feedback of its own, and an all-gather gives it to the others. Under replicate · shard the one
-follows the other: over the fast links first, and over the slow ones no more than a shard.
+that is all: each keeps its shard of the sum. In two levels, as ZeRO++'s qgZ has it (Wang et al. 2023), the
+ranks of a node sum first: each of them is given by its neighbours what the ranks at its place in every node are to
+have, rounds that sum, and exchanges it with those alone. So between nodes a rank sends one shard to each other node,
+where it would send one to every rank there. Over replicas each adds up one part, rounds the sum with a feedback of its
+own, and an all-gather gives it to the others. Under replicate · shard the one follows the other: over the fast links
+first, and over the slow ones no more than a shard.
 
     sent_r = round(gradient_r + error_r);   error_r ← gradient_r + error_r − sent_r;   sum = Σ sent_r
+    nodes:    sent_n = round(sum_n + error_n);  error_n ← sum_n + error_n − sent_n;    sum = Σ sent_n
     replicas: result = round(sum + error);  error ← sum + error − result
 """
 
@@ -35,22 +39,34 @@ from meshwright.parallel.reduction import (
     take_earlier,
     within,
 )
-from meshwright.spec.communication import REPLICA_ERROR, SHARD_ERROR, SUM_ERROR, block_of, of_part, part_dim, part_shape
+from meshwright.spec.communication import (
+    NODE_ERROR,
+    REPLICA_ERROR,
+    SHARD_ERROR,
+    SUM_ERROR,
+    block_of,
+    of_part,
+    part_dim,
+    part_shape,
+)
 from meshwright.spec.plan import Plan
 
 
 class LossyReduction(ReduceScatter):
     """The gradient reduction of one FSDP group, in the place of torch's reduce-scatter and all-reduce."""
 
-    def __init__(self, plan: Plan, group: Any, weights: Sequence[ReducedWeight], replicas: dist.ProcessGroup) -> None:
-        self.group, self.weights, self.replicas = group, list(weights), replicas
+    def __init__(self, plan: Plan, group: Any, weights: Sequence[ReducedWeight], mesh: Mesh) -> None:
+        self.group, self.weights, self.replicas = group, list(weights), mesh.dense.get_group("replicate")
         self.shards, self.copies, self.feeds_back = plan.shards, plan.copies, plan.error_feedback
+        self.node = plan.grad_reduce_node  # ranks of one; 1: all shards sum at once
+        self.nodes = mesh.nodes(self.node) if self.node > 1 else None
         blocks = [block_of(weight.whole) for weight in weights]
         self.lengths = [weight.elements for weight in weights]
         self.parts = [math.prod(part_shape(weight.stored, self.copies)) for weight in weights]
         self.to_shards = BlockCodes(plan.grad_reduce, self.lengths, blocks)
         self.to_replicas = BlockCodes(plan.grad_reduce, self.parts, blocks)
         self.shard_error: Tensor | None = None
+        self.node_error: Tensor | None = None
         self.replica_error: Tensor | None = None
         self.sum_error: Tensor | None = None
 
@@ -60,6 +76,8 @@ class LossyReduction(ReduceScatter):
         at = {"dtype": precision.weight_dtype(run.plan), "device": mesh.device}
         if self.shards > 1:
             self.shard_error = torch.zeros(self.shards, sum(self.lengths), **at)
+        if self.nodes:
+            self.node_error = torch.zeros(self.shards // self.node, sum(self.lengths), **at)
         if self.copies > 1:
             self.replica_error = torch.zeros(self.copies, sum(self.parts), **at)
             self.sum_error = torch.zeros(1, sum(self.parts), **at)
@@ -74,7 +92,13 @@ class LossyReduction(ReduceScatter):
         """Sum over the ranks that shard the weights."""
         rows = input_tensor.view(group.size(), -1)
         assert rows.shape[1] == sum(self.lengths), "every weight of the group has a gradient"
-        output_tensor.copy_(_summed(rounded(rows, self.to_shards, self.shard_error), self.to_shards, group, rows.dtype))
+        sent, dtype = rounded(rows, self.to_shards, self.shard_error), rows.dtype
+        if self.nodes:
+            between, inside = self.nodes
+            by_place = sent.unflatten(0, (-1, self.node)).transpose(0, 1)  # place in a node, node, bytes of a shard
+            summed = _summed(by_place, self.to_shards, inside, dtype)  # over this node, of one shard of every node
+            sent, group = rounded(summed, self.to_shards, self.node_error), between
+        output_tensor.copy_(_summed(sent[:, None], self.to_shards, group, dtype)[0])
 
     def over_replicas(self, gradient: Tensor) -> None:
         """Sum this rank's shard over replicas, with the last microbatch of a step."""
@@ -84,14 +108,14 @@ class LossyReduction(ReduceScatter):
         pieces = zip(self.weights, gradient.split(self.lengths), strict=True)
         rows = torch.cat([weight.parts_of(piece, self.copies) for weight, piece in pieces], 1)
         sent = rounded(rows, self.to_replicas, self.replica_error)
-        total = _summed(sent, self.to_replicas, self.replicas, gradient.dtype)[None]
+        total = _summed(sent[:, None], self.to_replicas, self.replicas, gradient.dtype)
         received = join(rounded(total, self.to_replicas, self.sum_error), 0, self.replicas)
         parts = self.to_replicas.decode(received, gradient.dtype).split(self.parts, 1)
         joined = [weight.joined(part) for weight, part in zip(self.weights, parts, strict=True)]
         torch.cat(joined, out=gradient)
 
     def kept(self) -> list[Tensor]:
-        errors = (self.shard_error, self.replica_error, self.sum_error)
+        errors = (self.shard_error, self.node_error, self.replica_error, self.sum_error)
         return [error for error in errors if error is not None]
 
     def states(self, mesh: Mesh) -> Iterator[FeedbackPart]:
@@ -101,12 +125,10 @@ class LossyReduction(ReduceScatter):
         part_begins = [sum(self.parts[:number]) for number in range(len(self.weights))]
         for weight, begin, part_begin in zip(self.weights, begins, part_begins, strict=True):
             mine = writes or weight.cut_by_tp
-            if self.shard_error is not None:
-                name = f"{of_part(SHARD_ERROR, mesh.data_rank)}/{weight.name}"
-                for number, row in enumerate(self.shard_error):
-                    region = weight.shard_region(number)
-                    piece = row[begin : begin + weight.elements].view(weight.stored)
-                    yield FeedbackPart(name, weight.whole, region, inside(piece, region), mine)
+            for name, number, row in self._owed_to_shards(shard, mesh.data_rank):
+                region = weight.shard_region(number)
+                piece = row[begin : begin + weight.elements].view(weight.stored)
+                yield FeedbackPart(f"{name}/{weight.name}", weight.whole, region, inside(piece, region), mine)
             if self.replica_error is None or self.sum_error is None:
                 continue
             part, dim = part_shape(weight.stored, self.copies), part_dim(weight.stored, self.copies)
@@ -115,6 +137,15 @@ class LossyReduction(ReduceScatter):
                 region = within(weight.shard_region(shard), dim, part[dim], number)
                 piece = row[part_begin : part_begin + math.prod(part)].view(part)
                 yield FeedbackPart(f"{kind}/{weight.name}", weight.whole, region, inside(piece, region), mine)
+
+    def _owed_to_shards(self, shard: int, data_rank: int) -> Iterator[tuple[str, int, Tensor]]:
+        """Errors by name and by the shard that they are of: a rank's of every one, a node's of those at its place."""
+        if self.shard_error is not None:
+            name = of_part(SHARD_ERROR, data_rank)
+            yield from ((name, number, row) for number, row in enumerate(self.shard_error))
+        if self.node_error is not None:
+            name, place = of_part(NODE_ERROR, data_rank // self.node), shard % self.node
+            yield from ((name, number * self.node + place, row) for number, row in enumerate(self.node_error))
 
 
 def rounded(rows: Tensor, codes: BlockCodes, error: Tensor | None) -> Tensor:
@@ -131,12 +162,13 @@ def rounded(rows: Tensor, codes: BlockCodes, error: Tensor | None) -> Tensor:
 
 
 def _summed(sent: Tensor, codes: BlockCodes, group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
-    """This rank's part of the sum of what all have sent, in full width and in the order of ranks."""
+    """This rank's rows of the sum of what all have sent (to each its rows), in full width and in the order of ranks."""
+    sent = sent.contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    total = codes.decode(received[:1], dtype)[0]
-    for number in range(1, len(received)):
-        total += codes.decode(received[number : number + 1], dtype)[0]
+    total = codes.decode(received[0], dtype)
+    for other in received[1:]:
+        total += codes.decode(other, dtype)
     return total
 
 
@@ -144,7 +176,6 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     """Let a sharded model reduce its gradients lossily."""
     if not plan.reduces_lossily:
         return model
-    replicas = mesh.dense.get_group("replicate")
     names = {
         (id(module), key): f"{path}.{key}".lstrip(".")
         for path, module in model.named_modules()
@@ -157,9 +188,9 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
         for group in param_groups(module):
             weights = [reduced_weight(each, names) for each in group.fsdp_params if each.sharded_param.requires_grad]
             if plan.powersgd:
-                reduction = PowerSGD(plan, group, weights, replicas)
+                reduction = PowerSGD(plan, group, weights, mesh.dense.get_group("replicate"))
             else:
-                reduction = LossyReduction(plan, group, weights, replicas)
+                reduction = LossyReduction(plan, group, weights, mesh)
                 module.set_custom_reduce_scatter(reduction)
             module.set_all_reduce_hook(reduction.over_replicas)
             found.append(reduction)

@@ -59,16 +59,25 @@ class Mesh:
 
     def secondary(self, ranks: int) -> DeviceMesh:
         """So many neighbours of this rank that share the weights, and those that have the same part in other such."""
+        axes = ("secondary_copies", "secondary")
+        groups, mine = self._cut_shards(ranks, axes)
+        return DeviceMesh.from_group(list(groups), self.device.type, mine, mesh_dim_names=axes)
+
+    def nodes(self, ranks: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Of those that share the weights: one rank of every node of so many, and the ranks of this rank's node."""
+        return self._cut_shards(ranks, ("between_nodes", "node"))[0]
+
+    def _cut_shards(
+        self, ranks: int, axes: tuple[str, str]
+    ) -> tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], Tensor]:
+        """Groups across neighbourhoods of so many shards and inside them, and this rank's line of shards so cut."""
         rows = self.dense.mesh.movedim(DENSE.index("shard"), -1).reshape(-1, self.dense.size(DENSE.index("shard")))
         cut = rows.unflatten(1, (-1, ranks))  # by line of shards, by neighbourhood, by neighbour
         groups = (
-            _group("secondary_copies", cut.mT.flatten(0, 1).tolist(), self.groups),
-            _group("secondary", cut.flatten(0, 1).tolist(), self.groups),
+            _group(axes[0], cut.mT.flatten(0, 1).tolist(), self.groups),
+            _group(axes[1], cut.flatten(0, 1).tolist(), self.groups),
         )
-        mine = next(line for line in cut if (line == self.rank).any())
-        return DeviceMesh.from_group(
-            list(groups), self.device.type, mine, mesh_dim_names=("secondary_copies", "secondary")
-        )
+        return groups, next(line for line in cut if (line == self.rank).any())
 
 
 KEPT: dict[tuple[int, ...], Mesh] = {}  # by the shape of a plan; of this process, whose ranks meet once

@@ -317,6 +317,9 @@ class _Walk:
             self.leaves.append(Leaf(name="gradient accumulation", text=text))
         for name, fields, said in LESS_TALK:
             self._rounded(name, fields, said)
+            if name == "ZeRO++":  # whose gradients are summed in two levels where shards are in several nodes
+                in_nodes = {**fields, "grad_reduce_node": self.question.cluster.domain}
+                self._rounded(f"{name} in two levels", in_nodes, f"{said}, once more between nodes")
         self.do("AdaScale", "optim.adascale: the learning rate follows the larger batches of more GPUs")
 
     def _rounded(self, name: str, fields: dict[str, Any], said: str) -> None:

@@ -158,7 +158,9 @@ def rounded(found: Candidate) -> str:
     said = [text.partition(": ")[2] for text in described(plan)]
     if not said:
         return ""
-    plain = msgspec.structs.replace(plan, grad_reduce="default", powersgd=0, gather="default", error_feedback=True)
+    plain = msgspec.structs.replace(
+        plan, grad_reduce="default", powersgd=0, gather="default", error_feedback=True, grad_reduce_node=1
+    )
     without = priced(msgspec.structs.replace(found.job, plan=plain)).price.seconds
     return (
         f" Numerics changed: {said[0]}: another run than one that sends everything as it is, and no "

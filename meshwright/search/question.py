@@ -148,8 +148,9 @@ def _communications(question: Question) -> Iterator[Question]:
     neighbours: dict[str, Any] = {"secondary_shard": domain}
     rounded = [] if question.freezes else list(COMMUNICATION)
     forms = [*rounded, *([neighbours] if 1 < domain < gpus and not question.arch.compared else [])]
-    if 1 < domain < gpus and rounded:
-        forms.append({**neighbours, **COMMUNICATION[3]})
+    if 1 < domain < gpus and rounded:  # ZeRO++, whose gradients are summed inside a domain first
+        in_levels = {**COMMUNICATION[3], "grad_reduce_node": domain}
+        forms += [in_levels, {**neighbours, **in_levels}]
     for form in forms:
         if not form.keys() & question.fixed.keys():
             yield question.with_fixed(form)

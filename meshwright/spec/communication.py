@@ -27,10 +27,11 @@ SCALE_BYTES = 4  # fp32, of a block, or of a weight's chunk
 BITS = {"int8": 8, "int4": 4, "fp8": 8}  # the last of lossy gradients and gathers alone
 TOLD = 4  # numbers that parameter servers add up for an update: the square norm, the loss, the votes, the tokens
 TALLY = 8  # numbers that replicas tell each other when they meet; see optim/outer.py
-# In checkpoints: what rounding took on the way to the shards, to the replicas, and of the replicas' sum; and the
-# factors that PowerSGD begins its next step with.
-SHARD_ERROR, REPLICA_ERROR, SUM_ERROR, FACTOR = "shard_error", "replica_error", "sum_error", "powersgd_factor"
-FEEDBACK = (SHARD_ERROR, REPLICA_ERROR, SUM_ERROR, FACTOR)
+# In checkpoints: what rounding took on the way to the shards, of a node's sum on its way to other nodes, on the way to
+# the replicas, and of the replicas' sum; and the factors that PowerSGD begins its next step with.
+SHARD_ERROR, NODE_ERROR, REPLICA_ERROR, SUM_ERROR = "shard_error", "node_error", "replica_error", "sum_error"
+FACTOR = "powersgd_factor"
+FEEDBACK = (SHARD_ERROR, NODE_ERROR, REPLICA_ERROR, SUM_ERROR, FACTOR)
 CAST_BYTES = {"bf16": 2, "fp16": 2}
 Shape = tuple[int, ...]
 WORKER_ERROR, SERVER_ERROR = "worker_error", "server_error"  # in checkpoints: what each compression has left out
@@ -196,6 +197,8 @@ def mathematics(plan: Plan) -> dict[str, object]:
     found |= {name: getattr(plan, name) for name in ("grad_reduce", "powersgd", "error_feedback", "replicate", "shard")}
     if plan.zero >= 2 and plan.pp == 1:  # every microbatch's gradient is rounded
         found["microbatch"] = plan.microbatch
+    if plan.uses("grad_reduce_node"):  # what its ranks have summed is rounded once more
+        found["grad_reduce_node"] = plan.grad_reduce_node
     return found
 
 
@@ -204,7 +207,8 @@ def described(plan: Plan) -> list[str]:
     fed_back = "with" if plan.error_feedback else "without"
     said = []
     if plan.grad_reduce != "default":
-        said.append(f"gradients rounded to {plan.grad_reduce} on their way to a sum, {fed_back} error feedback")
+        again = " and once more between nodes" if plan.uses("grad_reduce_node") else ""
+        said.append(f"gradients rounded to {plan.grad_reduce} on their way to a sum{again}, {fed_back} error feedback")
     if plan.powersgd:
         said.append(f"gradients of matrices summed as factors of rank {plan.powersgd}, {fed_back} error feedback")
     if plan.gather != "default":

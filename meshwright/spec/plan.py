@@ -66,6 +66,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     grad_reduce: Literal["default", "bf16", "fp16", "int8", "int4", "fp8"] = "default"
     powersgd: int = 0
     error_feedback: bool = True
+    grad_reduce_node: int = 1
     gather: Literal["default", "int8", "fp8"] = "default"
     secondary_shard: int = 1
     kernels: Literal["auto", "plain", "fused"] = "auto"
@@ -107,6 +108,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def shards(self) -> int:
         """Ranks over which a weight's part is sharded."""
         return self.shard * self.cp if self.zero else 1
+
+    @property
+    def shard_nodes(self) -> int:
+        """Nodes, between which rounded gradients are rounded once more; 0: all shards sum at once."""
+        return self.shards // self.grad_reduce_node if self.grad_reduce_node > 1 else 0
 
     @property
     def reduces_lossily(self) -> bool:
@@ -279,6 +285,12 @@ FIELDS = (
         "error_feedback",
         "of grad_reduce and powersgd: what rounding took from a gradient is added to the next one",
         affects=("memory", "numerics"),
+        searched=False,
+    ),
+    PlanField(
+        "grad_reduce_node",
+        "of grad_reduce over shards: ranks of a node, which sum first and round that sum for other nodes; 1: one level",
+        affects=("memory", "time", "numerics"),
         searched=False,
     ),
     PlanField(

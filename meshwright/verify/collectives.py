@@ -84,10 +84,11 @@ def ranks_of(axis: Axis, plan: Plan, mesh: Mesh) -> tuple[int, ...]:
         return tuple(sorted((line[ranks[0]], line[ranks[-1]])))
     if axis == "peers":
         return _ranks(mesh.peers) if mesh.peers is not None else tuple(range(mesh.world))
-    if axis == "secondary":
-        line = _ranks(mesh.dense.get_group("shard"))
-        begin = line.index(mesh.rank) // plan.secondary_shard * plan.secondary_shard
-        return line[begin : begin + plan.secondary_shard]
+    if axis in ("secondary", "node", "between_nodes"):
+        line, node = _ranks(mesh.dense.get_group("shard")), plan.grad_reduce_node
+        node = plan.secondary_shard if axis == "secondary" else node
+        number, place = divmod(line.index(mesh.rank), node)
+        return line[place::node] if axis == "between_nodes" else line[number * node :][:node]
     if axis == "outer":
         return _ranks(mesh.group("replicate"))
     if axis in ("shard_tp", "expert_shard_tp"):

@@ -129,14 +129,22 @@ class RoundedSum:
         for first in range(0, len(ranks), shards):
             total = torch.zeros_like(ranks[0][0])
             for number in range(len(ranks[0])):
-                for rank in range(first, first + shards):
-                    part = ranks[rank][number]
-                    total += self._sent(part, (name, "shard", rank)) if shards > 1 else part
+                total += self._over_shards(name, first, [rank[number] for rank in ranks[first : first + shards]])
             sums.append(total)
         if len(sums) == 1:
             return sums[0]
         parts = [self._sent(each, (name, "replica", number)) for number, each in enumerate(sums)]
         return self._sent(torch.stack(parts).sum(0), (name, "sum", 0))
+
+    def _over_shards(self, name: str, first: int, parts: Sequence[Tensor]) -> Tensor:
+        """Each rank rounds what it has; in two levels, every node the sum of its ranks once more."""
+        if len(parts) == 1:
+            return parts[0]
+        sent = [self._sent(part, (name, "shard", first + rank)) for rank, part in enumerate(parts)]
+        if (node := self.plan.grad_reduce_node) > 1:
+            sums = [torch.stack(sent[begin : begin + node]).sum(0) for begin in range(0, len(sent), node)]
+            sent = [self._sent(each, (name, "node", first // node + number)) for number, each in enumerate(sums)]
+        return torch.stack(sent).sum(0)
 
     def _sent(self, gradient: Tensor, place: tuple[str, str, int]) -> Tensor:
         due = gradient + self.owed[place]

@@ -27,7 +27,7 @@ TOLERANCES: dict[Precision, tuple[float, str]] = {
     "fp32": (2e-3, "fp32 sums in another order: 1e-7 a term, and AdamW divides small gradients by their own size"),
     "bf16": (1e-1, "bf16 keeps 8 bits: 4e-3 a product"),
     "fp16": (3e-2, "fp16 keeps 11 bits: 5e-4 a product"),
-    "fp8": (3e-1, "fp8 keeps 4 bits: 5e-2 a product, and scales are those of a rank's own microbatch"),
+    "fp8": (3e-1, "fp8 keeps 4 bits: 5e-2 a product, and scales are those of what a rank has of a microbatch"),
 }
 QUANTITIES = ("loss", "norm", "gradient", "weight")  # that are compared
 TEXT, CERTIFICATE = "ragged.jsonl", "certificate.json"
@@ -81,6 +81,7 @@ MATRIX = (
     "replicate=2,powersgd=2",
     "replicate=2,shard=2,zero=3,grad_reduce=int4,gather=int8",
     "shard=4,zero=3,secondary_shard=2",
+    "shard=4,zero=3,grad_reduce=int4,grad_reduce_node=2",
     "replicate=2,staleness=0",
     "replicate=2,staleness=2",
 )
@@ -110,13 +111,14 @@ OWN_REFERENCES: dict[str, tuple[str, Remote]] = {
         "one process that computes every worker's gradient by the weights that it had then",
         Remote("meshwright.verify.stale_workers", "record"),
     ),
-    "adascale": ("one process, in microbatches of the same size", RECORD),
+    # Of FP8 a microbatch has the scales: of a larger one they are others, and so a few tokens change experts.
+    **dict.fromkeys(("adascale", "fp8"), ("one process, in microbatches of the same size", RECORD)),
     "compresses": (
         "one process that is every worker and server in turn, with the same compression and error feedback",
         Remote("meshwright.verify.workers", "record"),
     ),
 }
-LOSSY = ("replicate", "shard", "zero", "grad_reduce", "powersgd", "error_feedback", "gather")
+LOSSY = ("replicate", "shard", "zero", "grad_reduce", "powersgd", "error_feedback", "grad_reduce_node", "gather")
 # The fields that such a reference shares with its plan, and that one process alone does without.
 OWN_FIELDS: dict[str, tuple[str, ...]] = {
     "sync_every": ("replicate", "sync_every", "outer", "outer_fragments", "outer_quant"),
@@ -125,6 +127,7 @@ OWN_FIELDS: dict[str, tuple[str, ...]] = {
     "gather": ("gather",),
     "staleness": ("replicate", "staleness"),
     "adascale": ("microbatch",),
+    "fp8": ("microbatch",),
     "compresses": ("replicate",),
 }
 
@@ -223,9 +226,10 @@ def own_field(planned: Planned) -> str | None:
     """The field by which a plan has a reference of its own, or its optimizer; None: one process is its reference."""
     if isinstance(planned, Run) and (planned.compresses or planned.optim.adascale):
         return "compresses" if planned.compresses else "adascale"
+    rounds = "fp8" if isinstance(planned, Run) and planned.plan.precision == "fp8" else None
     if planned.plan.staleness == 0:  # plain training
-        return None
-    return next((name for name in OWN_FIELDS if hasattr(planned.plan, name) and planned.plan.uses(name)), None)
+        return rounds
+    return next((name for name in OWN_FIELDS if hasattr(planned.plan, name) and planned.plan.uses(name)), rounds)
 
 
 def own_reference(reference: Run, run: Run) -> Run:
@@ -238,7 +242,7 @@ def own_reference(reference: Run, run: Run) -> Run:
     from meshwright.cost.traffic import reductions  # not before the words are known to be right
 
     times = reductions(run.plan) if own.reduces_lossily else 1  # each rounds
-    share = own.microbatch if field == "adascale" else run.batch // own.data // times
+    share = own.microbatch if field in ("adascale", "fp8") else run.batch // own.data // times
     accumulated = msgspec.structs.replace(own, microbatch=share, grad_accum=run.batch // own.data // share)
     return msgspec.structs.replace(run, plan=accumulated)
 
@@ -287,7 +291,7 @@ def _rounding(plans: list[str], overrides: list[str]) -> dict[str, str]:
     return {"precision": "fp64"} | found
 
 
-_NEUTRAL = dict.fromkeys((*AXES, "ep", "sync_every", "outer_fragments", "secondary_shard"), "1")
+_NEUTRAL = dict.fromkeys((*AXES, "ep", "sync_every", "outer_fragments", "secondary_shard", "grad_reduce_node"), "1")
 _NEUTRAL |= {"outer_quant": "none", "grad_reduce": "default", "powersgd": "0", "gather": "default"}
 
 

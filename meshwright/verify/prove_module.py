@@ -162,7 +162,7 @@ def _beyond(plan: Plan) -> Iterator[Problem]:
     if plan.sync_every > 1:
         what = f"plan.sync_every = {plan.sync_every} is of meshwright's own trainer, whose replicas sync rarely"
         yield Problem(what, "leave it out: parity is of plain training", "plan.sync_every")
-    for name in ("grad_reduce", "powersgd", "gather", "secondary_shard"):
+    for name in ("grad_reduce", "powersgd", "grad_reduce_node", "gather", "secondary_shard"):
         if plan.uses(name):
             what = f"plan.{name} = {getattr(plan, name)} is of how the ranks of meshwright's own trainer communicate"
             yield Problem(what, "leave it out: parity is of plain training", f"plan.{name}")

@@ -39,7 +39,8 @@ FOUR = (
     "replicate=2,shard=2,zero=3,grad_reduce=int4,gather=int8,grad_accum=2",
     "replicate=2,shard=2,zero=1,grad_reduce=fp16",
     "shard=4,zero=3,secondary_shard=2",
-    "shard=4,zero=3,secondary_shard=2,gather=int8,grad_reduce=int8",
+    "shard=4,zero=3,secondary_shard=2,gather=int8,grad_reduce=int8,grad_reduce_node=2",
+    "shard=4,zero=2,grad_reduce=int4,grad_reduce_node=2,grad_accum=2",
     "shard=2,zero=3,tp=2,grad_reduce=int8,gather=int8",
     "pp=2,replicate=2,grad_reduce=int8",
     "pp=2,replicate=2,powersgd=3",
@@ -71,19 +72,35 @@ def test_ranks_train_like_a_process_that_rounds_as_they_do(tmp_path, model, plan
     assert compared == {plan: "one process" if plan == exact else LOSSY for plan in plans}
 
 
-def test_ranks_that_forget_what_they_owe_are_caught(tmp_path):
+@pytest.mark.parametrize(
+    ("plan", "other", "first_bad"),
+    [
+        (
+            "replicate=2,grad_reduce=int4",
+            "replicate=2,grad_reduce=int4,error_feedback=false",
+            "step 2: gradient norm",  # the first step owes nothing
+        ),
+        (
+            "shard=4,zero=3,grad_reduce=int4,grad_reduce_node=2",
+            "shard=4,zero=3,grad_reduce=int4",
+            "step 1: gradient of embed.weight",
+        ),
+    ],
+    ids=["that forget what they owe", "that round once where the plan rounds twice"],
+)
+def test_ranks_are_caught(tmp_path, plan, other, first_bad):
     prove.write_ragged(tmp_path / prove.TEXT)
-    plans = ("replicate=2,grad_reduce=int4", "replicate=2,grad_reduce=int4,error_feedback=false")
+    plans = (plan, other)
     words = ["arch.layers=1", "sequence=16"]
     ((reference, _),), ((_, [(_, run)]),) = (prove.jobs("tiny", words, [plan], 2, tmp_path) for plan in plans)
     theirs, ours = (tmp_path / name for name in ("reference", "plan"))
     theirs.mkdir()
     ours.mkdir()
     run_ranks(prove.named(reference)[1], 1, (reference, tmp_path / "cache", theirs), HANG)
-    run_ranks(prove.RECORD, 2, (run, tmp_path / "cache", ours), HANG)
+    run_ranks(prove.RECORD, run.plan.world, (run, tmp_path / "cache", ours), HANG)
     verdict = compare(run, theirs, ours, TOLERANCE, 0.0)
     assert verdict.first_bad is not None
-    assert verdict.first_bad.startswith("step 2: gradient norm")  # the first step owes nothing
+    assert verdict.first_bad.startswith(first_bad)
 
 
 @world(2)
@@ -141,6 +158,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_leaves_nothing_behind(fold
 
 SAVED = (*SMALL, "steps=6", "checkpoint.every=3")
 ROUNDED = ("plan.replicate=2", "plan.shard=2", "plan.zero=3", "plan.grad_reduce=int4", "plan.gather=int8")
+NODES = ("plan.shard=4", "plan.zero=3", "plan.grad_reduce=int4", "plan.grad_reduce_node=2")
 
 
 def interrupted(folder: Path, *words: str) -> tuple[str, list[float]]:
@@ -177,8 +195,9 @@ def resumed(folder: Path, *words: str) -> tuple[str, list[float]]:
             ("plan.replicate=2", "plan.grad_reduce=int8", "plan.pp=2"),
         ),
         (("plan.replicate=4", "plan.powersgd=2"), ()),
+        (NODES, ()),
     ],
-    ids=["zero++", "replicas", "powersgd"],
+    ids=["zero++", "replicas", "powersgd", "nodes"],
 )
 @world(4)
 def test_errors_are_saved_and_resumed_bit_by_bit(folder, words, other):
@@ -209,6 +228,7 @@ def held_otherwise(folder: Path, *words: str) -> list[str]:
 def test_ranks_hold_the_errors_that_the_ledger_says(folder):
     plans = [
         (*ROUNDED, "arch.vocab=257", "arch.preset=tiny-moe"),
+        (*NODES, "arch.vocab=257"),
         ("plan.replicate=4", "plan.grad_reduce=bf16", "plan.error_feedback=false"),
         ("plan.replicate=4", "plan.powersgd=2", "plan.precision=bf16"),
         ("plan.shard=2", "plan.zero=1", "plan.tp=2", "plan.grad_reduce=int8", "plan.precision=bf16"),

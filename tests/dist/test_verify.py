@@ -116,6 +116,25 @@ def test_a_named_precision_is_used_on_both_sides(folder):
     assert json.loads(done.stdout)[0]["gradient_deviation"] > 1e-9  # it is not secretly float64
 
 
+def test_fp8_is_compared_with_microbatches_of_the_same_size_and_so_of_the_same_scales(folder):
+    words = (
+        "tiny-moe",
+        "plan.precision=fp8",
+        "arch.layers=2",
+        "sequence=16",
+        "--plan",
+        "replicate=2",
+        "--plan",
+        "pp=2",
+    )
+    done = meshwright("verify", *words, "--json", folder=folder)
+    assert done.returncode == 0, done.stderr
+    found = [value for each in json.loads(done.stdout) for name, value in each.items() if name.endswith("_deviation")]
+    assert max(found) < 1e-3  # a token that changes experts is seen at 0.1
+    certificates = json.loads((folder / "runs/verify-tiny-moe/certificate.json").read_text())
+    assert {each["reference"] for each in certificates} == {"one process, in microbatches of the same size"}
+
+
 BAD = [
     (["--plan", "tp=3"], "arch.kv_heads = 4 cannot be sharded over plan.tp = 3 ranks"),
     (["--plan", "cp=4,tp=2", "sequence=24"], "cannot be split into 16 equal slices"),

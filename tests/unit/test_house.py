@@ -22,7 +22,7 @@ OPTIONAL = (
     "recompute", "activation_quant", "activation_offload", "fp8_scaling", "fp8_accumulate", "fp8_grad",
     "bf16_params", "optimizer_offload", "optimizer_offload_update", "optimizer_offload_host_bytes",
     "optimizer_offload_folder", "cpu_offload", "kernels", "compile", "deterministic",
-    "grad_reduce", "powersgd", "error_feedback", "gather", "secondary_shard",
+    "grad_reduce", "powersgd", "error_feedback", "grad_reduce_node", "gather", "secondary_shard",
     "sync_every", "outer", "outer_quant", "outer_fragments", "staleness",
 )  # fmt: skip
 SMALL = 60  # lines: a module below that only one other imports is a fragment of the other

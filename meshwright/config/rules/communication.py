@@ -117,6 +117,8 @@ def _lossy(run: Run) -> Iterator[Problem]:
         yield Problem(what, "leave it out, or set plan.grad_reduce or plan.powersgd", "plan.error_feedback")
     if plan.powersgd > 0:
         yield from _powersgd(run)
+    if plan.grad_reduce_node > 1:
+        yield from _grad_reduce_node(plan)
     if plan.gather != "default":
         yield from _gather(run)
     if plan.secondary_shard > 1:
@@ -214,17 +216,35 @@ def _secondary_shard(run: Run) -> Iterator[Problem]:
         held = f"plan.zero = {plan.zero}" if plan.zero != 3 else f"plan.pp = {plan.pp}"
         what = f"{stated} is for weights that are given up between forward and backward, and {held} keeps them gathered"
         yield Problem(what, f"use plan.zero = 3 and plan.pp = 1, or leave {key} out", key)
-    elif plan.shards % plan.secondary_shard or plan.secondary_shard == plan.shards:
-        parts = [str(each) for each in range(2, plan.shards) if plan.shards % each == 0]
-        what = f"{stated} is no smaller part of the {plan.shards} ranks that share the weights"
-        remedy = f"use {' or '.join(parts)} (the ranks of one node)" if parts else "take more shards"
-        yield Problem(what, f"{remedy}, or leave {key} out", key)
+    else:
+        yield from _part_of_shards(plan, plan.secondary_shard, key)
     if plan.tp > 1 or run.arch.experts:
         other = f"plan.tp = {plan.tp} cuts" if plan.tp > 1 else "experts are stacked in"
         what = f"{stated} reshards whole weights, which torch cannot do with those that {other}"
         what = what if plan.tp > 1 else f"{stated} reshards weights row by row, and {other} matrices of few rows"
         yield Problem(what, f"leave {key} out", key)
     yield from _elsewhere(plan, stated, key)
+
+
+def _grad_reduce_node(plan: Plan) -> Iterator[Problem]:
+    key = "plan.grad_reduce_node"
+    stated = f"{key} = {plan.grad_reduce_node} is for gradients that are rounded over shards, and"
+    if plan.grad_reduce == "default":
+        yield Problem(f"{stated} none are", f"set plan.grad_reduce = int8 or int4, or leave {key} out", key)
+    elif plan.shards == 1:
+        remedy = f"set plan.shard to 4 or more and plan.zero to 1, 2 or 3, or leave {key} out"
+        yield Problem(f"{stated} no weight is sharded", remedy, key)
+    else:
+        yield from _part_of_shards(plan, plan.grad_reduce_node, key)
+
+
+def _part_of_shards(plan: Plan, ranks: int, key: str) -> Iterator[Problem]:
+    """So many of the ranks that share the weights are to be those of a node."""
+    if plan.shards % ranks or ranks >= plan.shards:
+        parts = [str(each) for each in range(2, plan.shards) if plan.shards % each == 0]
+        what = f"{key} = {ranks} is no smaller part of the {plan.shards} ranks that share the weights"
+        remedy = f"use {' or '.join(parts)} (the ranks of one node)" if parts else "take more shards"
+        yield Problem(what, f"{remedy}, or leave {key} out", key)
 
 
 def _elsewhere(plan: Plan, stated: str, key: str) -> Iterator[Problem]:

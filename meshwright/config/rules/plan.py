@@ -186,7 +186,8 @@ def _scales_over_tp(run: Run) -> Iterator[Problem]:
         return
     if shares_heads(arch, plan.tp):
         what = f"{stated} would round the gradient of arch.kv_heads = {arch.kv_heads} shared heads in parts"
-        yield Problem(what, f"use plan.tp of at most {arch.kv_heads}, {remedy}", "plan.tp")
+        fewer = f"plan.tp of at most {arch.kv_heads}" if arch.kv_heads > 1 else "plan.tp = 1 and plan.shard"
+        yield Problem(what, f"use {fewer}, {remedy}", "plan.tp")
         return
     widths = {"heads · head_dim": arch.q_width, "kv_heads · head_dim": arch.kv_width}
     if not all(map(arch.is_moe, range(arch.layers))):

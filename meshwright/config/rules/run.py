@@ -15,8 +15,9 @@ from meshwright.spec.problem import Problem
 
 POSITIVE = (
     "steps", "sequence", "batch", "plan.microbatch", "plan.grad_accum", *(f"plan.{axis}" for axis in AXES), "plan.ep",
-    "plan.chunks", "plan.sync_every", "plan.outer_fragments", "plan.secondary_shard", "optim.var_update_scaler",
-    "optim.local_step_scaler", "optim.local_step_clipper", "log.every", "eval.batches", "checkpoint.keep_last",
+    "plan.chunks", "plan.sync_every", "plan.outer_fragments", "plan.secondary_shard", "plan.grad_reduce_node",
+    "optim.var_update_scaler", "optim.local_step_scaler", "optim.local_step_clipper", "log.every", "eval.batches",
+    "checkpoint.keep_last",
 )  # fmt: skip
 NATURAL = (
     "seed", "eval.every", "checkpoint.every", "checkpoint.keep_every", "eval.sample_tokens", "optim.warmup",

@@ -47,6 +47,7 @@ def test_losses_do_not_depend_on_the_network():
         (("reduce_scatter", [0, 1, 2, 3], 1000, 1), 2, 1500),  # by Gloo an all-reduce
         (("all_to_all", [0, 1], 1000, 1), 1, 500),
         (("all_to_all", [0, 1, 2, 3], 1000, 1), 2, 1000),  # two ranks, each half of what it gives
+        (("all_to_all", [0, 2], 1000, 1), 2, 1000),  # and so between the other two
         (("all_gather", [0, 1], 1000, 1), 2, 0),  # neighbours
     ],
 )

@@ -69,6 +69,13 @@ WRONG = [
     (["plan.shard=4", "plan.zero=2", "plan.secondary_shard=2"], "and plan.zero = 2 keeps them gathered"),
     (["plan.shard=4", "plan.zero=3", "plan.secondary_shard=3"], "is no smaller part of the 4 ranks"),
     (["plan.shard=4", "plan.zero=3", "plan.tp=2", "plan.secondary_shard=2"], "those that plan.tp = 2 cuts"),
+    (["plan.shard=4", "plan.zero=1", "plan.grad_reduce_node=2"], "is for gradients that are rounded over shards, and"),
+    ([*INT8, "plan.grad_reduce_node=2"], "is for gradients that are rounded over shards, and no weight is sharded"),
+    (
+        ["plan.shard=4", "plan.zero=1", "plan.grad_reduce=int8", "plan.grad_reduce_node=4"],
+        "plan.grad_reduce_node = 4 is no smaller part of the 4 ranks that share the weights",
+    ),
+    (["plan.shard=4", "plan.zero=1", "plan.grad_reduce=int8", "plan.grad_reduce_node=0"], "plan.grad_reduce_node = 0"),
     (["plan.replicate=1", "plan.sync_every=4"], "is for replicas that sync rarely, and plan.replicate = 1"),
     (
         [*REPLICAS, "faults.live=true", "plan.sync_every=4", "plan.outer_quant=int8"],

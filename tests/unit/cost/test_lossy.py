@@ -5,7 +5,7 @@ import pytest
 
 from meshwright.config.presets import preset
 from meshwright.cost.layout import layout_of
-from meshwright.cost.primitives import rates
+from meshwright.cost.primitives import axis_span, call_seconds, rates
 from meshwright.cost.rank_view import RankView
 from meshwright.cost.resident import states
 from meshwright.cost.traffic import traffic
@@ -46,6 +46,31 @@ def test_zeropp_sends_a_quarter_of_what_zero_3_sends_between_nodes():
     assert plain == pytest.approx(2 + 2 + 4, rel=0.1)  # what is outside the blocks is gathered once
     assert bytes_a_parameter(all_three, "shard") == pytest.approx(1 + 0.5, rel=0.1)
     assert bytes_a_parameter(all_three, "secondary") == pytest.approx(2, rel=0.15)
+    in_levels = msgspec.structs.replace(all_three, grad_reduce_node=8)
+    assert bytes_a_parameter(in_levels, "shard") == pytest.approx(1, rel=0.1)
+    assert bytes_a_parameter(in_levels, "node") == pytest.approx(0.5, rel=0.1)
+    assert bytes_a_parameter(in_levels, "between_nodes") == pytest.approx(0.5 / 8, rel=0.1)
+
+
+def test_a_node_that_sums_first_sends_a_shard_to_each_other_node_in_the_place_of_one_to_each_of_its_ranks():
+    rounded = msgspec.structs.replace(SHARDS, grad_reduce="int8")
+    nodes = msgspec.structs.replace(rounded, grad_reduce_node=8)
+    once = bytes_a_parameter(rounded, "shard") - bytes_a_parameter(nodes, "shard")  # the rest are gathers
+    assert bytes_a_parameter(nodes, "node") == pytest.approx(once)  # which goes through links inside the node alone
+    assert bytes_a_parameter(nodes, "between_nodes") == pytest.approx(once / 8)
+    machines = cluster("4x8xh100")
+    spans = {axis: axis_span(axis, nodes, machines) for axis in ("shard", "node", "between_nodes")}
+    assert {axis: (each.local, each.domains) for axis, each in spans.items()} == {
+        "shard": (8, 4),
+        "node": (8, 1),
+        "between_nodes": (1, 4),
+    }
+
+    def seconds(plan: Plan) -> float:
+        calls = [each for each in traffic(LLAMA, plan, 8192) if each.kind == "all_to_all"]
+        return sum(call_seconds(each, plan, machines) for each in calls)
+
+    assert seconds(nodes) < seconds(rounded) / 3
 
 
 def test_powersgd_sends_rank_times_the_sides_of_a_matrix():
@@ -62,6 +87,8 @@ def test_errors_take_a_gradient_of_what_a_rank_gives_and_its_part_of_the_sum():
     assert owed(REPLICAS) == 0
     assert owed(msgspec.structs.replace(REPLICAS, grad_reduce="int8")) == pytest.approx(4 + 4 / 8, rel=1e-3)
     assert owed(msgspec.structs.replace(SHARDS, grad_reduce="int8")) == pytest.approx(4, rel=1e-3)
+    nodes = msgspec.structs.replace(SHARDS, grad_reduce="int8", grad_reduce_node=8)
+    assert owed(nodes) == pytest.approx(4 + 4 / 8, rel=1e-3)  # of its node's sum, a shard for each of four nodes
     hybrid = msgspec.structs.replace(SHARDS, replicate=4, shard=8, grad_reduce="int8")
     assert owed(hybrid) == pytest.approx(4 + 4 / 8 * (1 + 1 / 4), rel=1e-3)
     assert owed(msgspec.structs.replace(hybrid, error_feedback=False)) == 0
@@ -91,3 +118,6 @@ def test_rounding_takes_time_and_its_absence_none():
     assert 0 < one < fed
     assert fed == pytest.approx(count(LLAMA) * (44 + 57 + 37 + 101 / 8 + 25) / at.bandwidth, rel=1e-3)
     assert 0 < seconds(msgspec.structs.replace(REPLICAS, powersgd=4)) < fed
+    once = msgspec.structs.replace(SHARDS, grad_reduce="int8")
+    twice = msgspec.structs.replace(once, grad_reduce_node=8)
+    assert seconds(twice) == pytest.approx(seconds(once) * (1 + 1 / 8), rel=1e-9)

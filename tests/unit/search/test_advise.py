@@ -115,6 +115,14 @@ def test_a_slow_network_is_found_out_and_gone_around():
     assert advice.found.price.seconds < 1.0  # copies over this network would take more than ten
 
 
+def test_shards_over_nodes_are_told_to_sum_inside_a_node_first():
+    machines = cluster("4x8xa100-80g", network="100gbe")
+    advice = advise(msgspec.structs.replace(question("llama3-8b", "4x8xa100-80g", 2048, 32), cluster=machines))
+    told = {leaf.name: leaf.text for leaf in advice.leaves}
+    assert "plan.grad_reduce_node=8" in told["ZeRO++ in two levels"]
+    assert "ZeRO++" not in told  # one all-to-all of every gradient over the network gains nothing
+
+
 def test_wide_arithmetic_is_told_of_the_narrow():
     wide = msgspec.structs.replace(question("gpt2", "1xh100", 1024, 8), precision="fp32")
     advice = advise(wide)

@@ -285,6 +285,8 @@ def test_communication_is_lossy_only_when_allowed():
     forms = [{name: each.fixed[name] for name in lossy if name in each.fixed} for each in free]
     assert {} in forms
     assert {"grad_reduce": "int8", "gather": "int8", "secondary_shard": 8} in forms  # all of ZeRO++
+    zeropp = [each.fixed for each in free if "secondary_shard" in each.fixed and "gather" in each.fixed]
+    assert {each["grad_reduce_node"] for each in zeropp} == {8}  # the ranks of a domain
     for variant, form in zip(free, forms, strict=True):
         for plan in islice(plans(variant), 50):
             assert {name: getattr(plan, name) for name in form} == form

@@ -38,7 +38,12 @@ from meshwright.cost.primitives import (
     product_seconds,
     rates,
 )
-from meshwright.cost.rank_view import reaches_projection_input, still_blocks
+from meshwright.cost.rank_view import (
+    has_row_norms,
+    is_multiplied_as_held,
+    reaches_projection_input,
+    still_blocks,
+)
 from meshwright.cost.traffic import Axis, Kind, fp8_scales
 from meshwright.hardware.stacks import Efficiency, StackSpeed, efficiency_of
 from meshwright.spec.arch import Arch
@@ -236,9 +241,11 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
         cp=_over_cp(at, backward, back=True),
         ep=ep,
     )
-    elements = 0.0 if _multiplies_codes(at) else decoded_elements(arch, mixture, at.plan.ep) / tp
-    decoded = TimeTerms(elementwise=moved_seconds(elements * DECODE_PASSES, at.rates))
-    going, coming = going + decoded, coming + decoded
+    decoded, decoded_back = (
+        TimeTerms(elementwise=moved_seconds(elements / tp * DECODE_PASSES, at.rates))
+        for elements in decoded_elements(arch, at.plan, mixture)
+    )
+    going, coming = going + decoded, coming + decoded_back
     weight = TimeTerms(products=share * weight_products, elementwise=moved_seconds(weights * at.adding, at.rates))
     adapted = _adapters(at, mixture)
     # The device waits for the host: each pass takes no less than its launches.
@@ -250,11 +257,19 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
 
 
 @cache
-def decoded_elements(arch: Arch, mixture: bool, ep: int) -> int:
-    """Elements of a block's weights that are held in few bits, of experts one rank's of so many."""
+def decoded_elements(arch: Arch, plan: Plan, mixture: bool) -> tuple[int, int]:
+    """Elements of a block's weights in few bits that a forward decodes, and a backward, of experts one rank's.
+
+    A forward of DoRA decodes what it needs the norms of once more, also where codes are multiplied as they are.
+    """
     layer = next((layer for layer in range(arch.layers) if arch.is_moe(layer) == mixture), 0)
-    coded = (param for param in params(arch) if param.layer == layer and param.held != "bf16")
-    return sum(param.numel // (ep if param.expert else 1) for param in coded)
+    forward = backward = 0
+    for param in (each for each in params(arch) if each.layer == layer and each.held != "bf16"):
+        elements = param.numel // (plan.ep if param.expert else 1)
+        multiplied = 0 if is_multiplied_as_held(param, plan) else elements
+        forward += multiplied + elements * has_row_norms(param, arch)
+        backward += multiplied
+    return forward, backward
 
 
 @cache

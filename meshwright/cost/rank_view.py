@@ -12,7 +12,7 @@ import msgspec
 from meshwright.cost.activations import ITEM_BYTES, ActivationPolicy, chunk_rows, has_chunks, policy_of
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import Param, Split, held_split, params, stored
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import FP8_MULTIPLE, Plan
 from meshwright.spec.schedule import Schedule, stage_ranks
 
 
@@ -228,6 +228,18 @@ def cut_shape(param: Param, tp: tuple[int, int], ep: int) -> tuple[int, ...]:
         dim = (1 if param.split is Split.ROW else 0) + param.expert
         shape[dim] = share(shape[dim], *tp)
     return tuple(shape)
+
+
+def is_multiplied_as_held(param: Param, plan: Plan) -> bool:
+    """Whether matmuls read the codes of a frozen weight: those in FP8, of a shape that suits them, and of no stack."""
+    suits = not param.expert and all(size % FP8_MULTIPLE == 0 for size in param.shape)
+    return plan.precision == "fp8" and param.held == "fp8" and suits
+
+
+def has_row_norms(param: Param, arch: Arch) -> bool:
+    """Whether every forward needs the norms of a weight's rows, which DoRA makes of its numbers."""
+    layer = param.name.split(".", 2)[-1].removesuffix(".weight")
+    return arch.adapter.kind == "dora" and param.is_matrix and param.layer >= 0 and arch.adapter.takes(layer)
 
 
 def updated_elements(group: ParamGroup, view: RankView) -> int:

@@ -25,6 +25,7 @@ from meshwright.cost.activations import (
     moved_bytes,
     sent_rows,
 )
+from meshwright.cost.flops import reads_gradient
 from meshwright.cost.job import Job
 from meshwright.cost.layout import state_layout
 from meshwright.cost.primitives import (
@@ -39,6 +40,7 @@ from meshwright.cost.primitives import (
     rates,
 )
 from meshwright.cost.rank_view import (
+    grad_flow,
     has_row_norms,
     is_multiplied_as_held,
     reaches_projection_input,
@@ -319,6 +321,27 @@ def adapted_shapes(arch: Arch, mixture: bool) -> tuple[tuple[int, int, bool], ..
     table = {param.name: param for param in params(arch) if param.layer == layer}
     pairs = ((param, table[name.replace(DOWN, UP)]) for name, param in table.items() if name.endswith(DOWN))
     return tuple((up.shape[-2], down.shape[-1], down.expert) for down, up in pairs)
+
+
+@lru_cache(maxsize=1024)
+def unreached(at: LayerModel, layer: int) -> TimeTerms:
+    """Of a block's gradient of its input, what the first layer that a backward reaches does not have.
+
+    Where its attention is frozen, what that reads has no gradient.
+    """
+    arch, flow = at.arch, grad_flow(at.arch)[layer]
+    matrices = [param for param in params(arch) if param.layer == layer and param.is_matrix]
+    elements = {each.name: each.numel * (_rows_per_token(at) / arch.experts if each.expert else 1) for each in matrices}
+    still = sum(elements[each.name] for each in matrices if not reads_gradient(arch, each)) / sum(elements.values())
+    coming = block(at, arch.is_moe(layer)).input
+    return TimeTerms(
+        products=coming.products * still,
+        attention=coming.attention * (not flow.attended),
+        elementwise=coming.elementwise * still,
+        tp=coming.tp * ((not flow.attn_in) + (not flow.attn_out) + (not flow.mlp_in) + (not flow.mlp_out)) / 4,
+        cp=coming.cp * (not flow.attended),
+        ep=coming.ep * ((not flow.mlp_in) + (not flow.mlp_out)) / 2,
+    )
 
 
 @lru_cache(maxsize=16384)

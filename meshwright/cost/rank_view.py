@@ -351,6 +351,30 @@ def still_blocks(arch: Arch) -> int:
     return sum(not flow.out for flow in grad_flow(arch))
 
 
+def layers_gathered_back(group: ParamGroup, view: RankView) -> int:
+    """Of the layers of a group, those whose weights are gathered for a backward too, in a model without a pipeline.
+
+    Those that it reaches, and what lies before the last of these, which is prefetched: experts that have a group of
+    their own lie before the rest of their block.
+    """
+    alike, gathered = group.params[0].layer, _gathered_back(view.arch, view.plan.ep > 1)
+    return sum((layer, group.shared_by_ep) in gathered for layer, kind in enumerate(_kinds(view.arch)) if kind == alike)
+
+
+@cache
+def _gathered_back(arch: Arch, apart: bool) -> frozenset[tuple[int, bool]]:
+    """Layers, and whether it is their experts; `apart`: these are gathered by themselves."""
+    order, found = [], set[tuple[int, bool]]()
+    for layer, flow in enumerate(grad_flow(arch)):
+        order += [((layer, True), flow.mlp_out)] if apart and arch.is_moe(layer) else []
+        order.append(((layer, False), flow.out))
+    order.append(((arch.blocks, False), True))  # what is outside the blocks, which every backward begins with
+    for number, (each, reached) in enumerate(order):
+        if reached:
+            found.update((each, order[max(number - 1, 0)][0]))
+    return frozenset(found)
+
+
 @cache
 def reaches_projection_input(arch: Arch) -> bool:
     """Whether what the output projection reads has a gradient: not where it alone is trained."""

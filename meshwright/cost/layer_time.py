@@ -268,8 +268,9 @@ def decoded_elements(arch: Arch, plan: Plan, mixture: bool) -> tuple[int, int]:
     forward = backward = 0
     for param in (each for each in params(arch) if each.layer == layer and each.held != "bf16"):
         elements = param.numel // (plan.ep if param.expert else 1)
-        multiplied = 0 if is_multiplied_as_held(param, plan) else elements
-        forward += multiplied + elements * has_row_norms(param, arch)
+        normed = has_row_norms(param, arch)
+        multiplied = 0 if is_multiplied_as_held(param, plan) else elements * (1 + normed * arch.adapter.drops_rows)
+        forward += multiplied + elements * normed
         backward += multiplied
     return forward, backward
 
@@ -310,6 +311,14 @@ def _adapters(at: LayerModel, mixture: bool) -> PassTimes:
             )
             forward += TimeTerms(products=norms, elementwise=read + passed)
             coming += TimeTerms(elementwise=BACKWARD_BYTES * passed)
+        if at.arch.adapter.drops_rows:  # multiplied with what is left of the input too, which is drawn once more
+            again, back = (
+                held * _product(1, tokens / held, n, k, at, way)
+                for n, k, way in ((out, into, False), (into, out, True))
+            )
+            dropped = moved_seconds(DROPOUT_BYTES / 2 * tokens * into, at.rates)
+            forward += TimeTerms(products=again, elementwise=dropped + summed)
+            coming += TimeTerms(products=back, elementwise=dropped + summed * into / out)
         weight += TimeTerms(products=down + up)
     return PassTimes(forward=forward, input=coming, weight=weight)
 

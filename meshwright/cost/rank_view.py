@@ -14,6 +14,7 @@ from meshwright.spec.arch import Arch
 from meshwright.spec.params import Param, Split, held_split, params, stored
 from meshwright.spec.plan import FP8_MULTIPLE, Plan
 from meshwright.spec.schedule import Schedule, stage_ranks
+from meshwright.spec.tuning import MAGNITUDE, companion
 
 
 class RankView(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,8 +239,13 @@ def is_multiplied_as_held(param: Param, plan: Plan) -> bool:
 
 def has_row_norms(param: Param, arch: Arch) -> bool:
     """Whether every forward needs the norms of a weight's rows, which DoRA makes of its numbers."""
-    layer = param.name.split(".", 2)[-1].removesuffix(".weight")
-    return arch.adapter.kind == "dora" and param.is_matrix and param.layer >= 0 and arch.adapter.takes(layer)
+    return arch.adapter.kind == "dora" and param.name in _row_normed(arch)
+
+
+@cache
+def _row_normed(arch: Arch) -> frozenset[str]:
+    names = {param.name for param in params(arch)}
+    return frozenset(name for name in names if companion(name, MAGNITUDE) in names)
 
 
 def updated_elements(group: ParamGroup, view: RankView) -> int:

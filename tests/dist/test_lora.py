@@ -249,8 +249,8 @@ def test_dropout_beside_magnitudes_is_peft_s(cut):
     linear.begin(1, "here", CPU)
     linear.index = torch.arange(60).view(2, 30)
     layer.lora_dropout["default"] = Keeps(kept(linear.index, linear.key, 64, 0.25, cut).double() / 0.75)
-    x, y = (torch.randn(2, 30, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(5)) for _ in range(2))
-    x, y = x.requires_grad_(), x.detach().clone().requires_grad_()
+    x = torch.randn(2, 30, 64, dtype=torch.float64, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
     mine, wanted = linear(x), theirs(y)
     assert torch.allclose(mine, wanted, rtol=1e-12)
     mine.square().sum().backward()
@@ -315,6 +315,10 @@ KINDS = {
     "glm4-moe": (*LORA, "arch.preset=tiny-glm4-moe", "arch.layers=2"),
     "gpt-oss": (*LORA, "adapter.rslora=false", "arch.preset=tiny-gpt-oss", "arch.layers=2"),
     "mixtral": (*LORA, "adapter.targets=w3,q_proj", *MIXTRAL),
+    # Queries, keys and values in one matrix, in turns by heads; of GPT-2 transposed.
+    "phi3": (*LORA, "adapter.targets=q_proj,v_proj,up_proj", *PHI3),
+    "neox": (*DORA, "arch.preset=tiny-neox", "arch.layers=2"),
+    "gpt2": (*LORA, *GPT2),
 }
 
 
@@ -339,6 +343,13 @@ def test_peft_reads_what_was_trained_and_a_merged_model_is_the_same(folder, word
     assert any(text.startswith("merged = adapter + base") for text in said)
     assert merged.kind_to == "huggingface"
     assert (stock_logits(folder / "merged", tokens) - apart).abs().max() <= 1e-5 * apart.abs().max()
+
+
+def test_magnitudes_of_some_of_a_joined_matrix_are_merged_or_refused(folder):
+    path = trained_adapter(folder, (*DORA, "adapter.targets=q_proj", *PHI3))
+    with pytest.raises(InputError, match=r"blocks.0.attn.k.weight has no magnitude, and other parts .* --merge"):
+        convert(path, folder / "peft", lambda text: None)
+    assert convert(path, folder / "merged", lambda text: None, merge=True).kind_to == "huggingface"
 
 
 def test_an_adapter_beside_codes_is_merged_into_what_they_stand_for(folder):

@@ -193,7 +193,7 @@ def _held(run: Run) -> Iterator[Problem]:
     for param in _cut_blocks(arch, tp) if tp > 1 else ():
         layer, into = param.name.removesuffix(".weight"), param.shape[-1]
         what = f"plan.tp = {tp} would cut NF4 blocks: {layer} has {into} inputs, in blocks of {BLOCK}"
-        most = max(ranks for ranks in range(1, tp) if is_whole(held, into, ranks))
+        most = max(ranks for ranks in range(1, tp) if tp % ranks == 0 and is_whole(held, into, ranks))
         yield Problem(what, f"use plan.tp = {most} with plan.shard, or {plain.removeprefix('use ')}", "plan.tp")
         return
 

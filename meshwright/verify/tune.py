@@ -82,6 +82,18 @@ class TuneCertificate(msgspec.Struct, frozen=True, kw_only=True):
     def passed(self) -> bool:
         return all(check.verdict != "failed" for check in self.checks)
 
+    @property
+    def summary(self) -> str:
+        """How many passed, and the names of the others: a run may have little that can be looked at."""
+        named = {
+            verdict: [check.name for check in self.checks if check.verdict == verdict]
+            for verdict in ("passed", "failed", "does not apply")
+        }
+        passed, failed, idle = named.values()
+        found = [f"{', '.join(failed)} failed"] if failed else []
+        found.append(f"{len(passed)} of {len(self.checks)} checks passed")
+        return ", ".join([*found, *([f"nothing to look at for {', '.join(idle)}"] if idle else [])])
+
 
 class NotApplicable(Exception):  # noqa: N818  (nothing went wrong)
     """A check has nothing to look at in this run."""

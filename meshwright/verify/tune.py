@@ -318,7 +318,8 @@ def packed(run: Run, corpus: Corpus) -> Observation:
     # Losses of routers are of whole rows, fillers included, and not of samples.
     arch = replace(arch, context=max(arch.context, run.sequence), balance_loss=0.0, z_loss=0.0)
     model = Decoder(arch).double().eval()
-    model.load_state_dict({param.name: SeededWeights(arch, run.seed).tensor(param.name) for param in params(arch)})
+    drawn = SeededWeights(arch, run.seed)
+    model.load_state_dict({param.name: drawn.tensor(param.name) for param in (*params(arch), *buffers(arch))})
     together = [_loss(model, row, None) for row, _, _ in rows]
     sum(together, torch.zeros(())).backward()
     ours = _taken(model)

@@ -384,7 +384,7 @@ class Rope(NamedTuple):
             scaling |= {"attention_factor": arch.rope_attention} if arch.rope_attention else {}
         # transformers 5 reads this form of 4 too; 4 does not read that of 5
         config = {self.theta: arch.rope_theta, "rope_scaling": None if arch.rope_scaling == "none" else scaling}
-        if self.share and (arch.rope_share != 1 or self.share != PARTIAL):
+        if self.share:  # always: families differ in what they assume
             config[self.share] = arch.rope_share
         if "longrope" in self.kinds:
             is_long = arch.rope_scaling == "longrope"

@@ -287,6 +287,8 @@ def test_a_partial_rotation_is_written_where_transformers_reads_it():
     written = config_of(partial)
     assert (written["model_type"], written["partial_rotary_factor"]) == ("phi3", 0.5)
     assert arch_of(written) == partial
+    whole = msgspec.structs.replace(preset("tiny-glm4-moe"), rope_share=1.0)  # where half is assumed
+    assert arch_of(config_of(whole)).rope_share == 1.0
     for name in ("tiny-qwen3", "tiny-olmo2", "tiny-granite", "tiny-gemma"):
         with pytest.raises(InputError, match="rope_share"):
             config_of(msgspec.structs.replace(preset(name), rope_share=0.5))

@@ -63,17 +63,24 @@ def layers(folder: AdaptedFolder) -> list[PeftLayer]:
     if lost is not None:
         what = f"peft has no DoRA of {lost.stored.name}, which it knows as a parameter and not as a linear layer"
         raise mistake(what, "add --merge to write the whole model with the adapter merged into it")
+    if (name := _bare(named, folder)) is not None:
+        what = f"{name} has no magnitude, and other parts of its matrix in Hugging Face's files have"
+        raise mistake(what, "add --merge to write the whole model with the adapter merged into it")
     return named
+
+
+def _bare(found: list[PeftLayer], folder: AdaptedFolder) -> str | None:
+    """A weight without a magnitude that is joined with some that have one: a magnitude would have to be made for it."""
+    if folder.note.adapter.kind != "dora":
+        return None
+    names = (name for layer in found for name in layer.stored.made_of)
+    return next((name for name in names if companion(name, MAGNITUDE) not in folder.layouts), None)
 
 
 def _layer(stored: StoredTensor, adapted: list[str], mixture: bool) -> PeftLayer | None:
     if not adapted:
         return None
     stacked = not adapted[0].endswith(".weight")
-    if not stacked and (stored.transposed or len(stored.made_of) > 1):
-        name = adapted[0].removesuffix(".weight")
-        what = f"{name} is a part of a larger or transposed matrix in Hugging Face's files, so it has no adapter there"
-        raise mistake(what, "add --merge to write the whole model with the adapter merged into it")
     module = stored.name.rpartition(".")[0] if stacked else stored.name.removesuffix(".weight")
     return PeftLayer(module, stored, stacked, stacked or (mixture and module.endswith(ONCE_EXPERTS)))
 
@@ -91,8 +98,12 @@ def _nested(found: list[PeftLayer]) -> list[PeftLayer]:
 def config(folder: AdaptedFolder, found: list[PeftLayer]) -> dict[str, Any]:
     """What peft reads beside the weights."""
     adapter = folder.note.adapter
-    by_parameter = {each.parameter: len(each.stored.made_of) for each in found if each.by_parameter}
-    joined = {name: count for name, count in by_parameter.items() if count > 1}
+    by_parameter = {each.parameter for each in found if each.by_parameter}
+    counts = {
+        each.parameter if each.by_parameter else each.module.rpartition(".")[2]: len(each.stored.made_of)
+        for each in found
+    }
+    joined = {name: count for name, count in counts.items() if count > 1}
     # As many matrices of the rank side by side; their scale is that of one.
     more = {name: math.sqrt(count) if adapter.rslora else count for name, count in joined.items()}
     modules = {each.module.rpartition(".")[2] for each in found if not each.by_parameter}
@@ -111,7 +122,8 @@ def config(folder: AdaptedFolder, found: list[PeftLayer]) -> dict[str, Any]:
         "rank_pattern": {name: count * adapter.rank for name, count in joined.items()},
         "alpha_pattern": {name: factor * adapter.alpha for name, factor in more.items()},
         "bias": "none",
-        "fan_in_fan_out": False,
+        # Of modules that multiply from the other side: GPT-2's.
+        "fan_in_fan_out": any(each.stored.transposed and not each.by_parameter for each in found),
         "inference_mode": True,
         "modules_to_save": None,
     }
@@ -120,18 +132,29 @@ def config(folder: AdaptedFolder, found: list[PeftLayer]) -> dict[str, Any]:
 def tensors(folder: AdaptedFolder, found: list[PeftLayer], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """The adapter's weights by peft's names."""
     for layer in found:
-        low_rank = _stacks(folder, layer) if layer.stacked else _matrices(folder, layer)
+        low_rank = _stacks(folder, layer) if layer.stacked else _matrix(folder, layer)
         for part, tensor in low_rank.items():
             yield f"{PREFIX}{layer.module}.{THEIRS[part]}", tensor.to(dtype).contiguous()
 
 
-def _matrices(folder: AdaptedFolder, layer: PeftLayer) -> dict[str, Tensor]:
-    (name,) = layer.stored.made_of
-    return {part: folder.low_rank(companion(name, part)) for part in THEIRS if companion(name, part) in folder.layouts}
+def _matrix(folder: AdaptedFolder, layer: PeftLayer) -> dict[str, Tensor]:
+    """Of one matrix A and B, and of DoRA the magnitudes of all its rows."""
+    down, up = _joined(folder, layer)
+    if folder.note.adapter.kind != "dora":
+        return {DOWN: down, UP: up}
+    plain = msgspec.structs.replace(layer.stored, transposed=False)
+    magnitudes = model_folder.store(plain, lambda name: folder.low_rank(companion(name, MAGNITUDE)))
+    return {DOWN: down, UP: up, MAGNITUDE: magnitudes}
 
 
 def _stacks(folder: AdaptedFolder, layer: PeftLayer) -> dict[str, Tensor]:
-    """Of experts as two matrices: A by expert and rank, B by rank and expert.
+    """Of experts as two matrices: A by expert and rank, B by rank and expert."""
+    down, up = _joined(folder, layer)
+    return {DOWN: down.flatten(0, 1), UP: up.permute(1, 2, 0).flatten(1)}
+
+
+def _joined(folder: AdaptedFolder, layer: PeftLayer) -> tuple[Tensor, Tensor]:
+    """A and B of a tensor of the base.
 
     Weights that are joined have ranks of their own side by side, and zeros where the others' are; one that has no
     adapter has zeros alone.
@@ -141,23 +164,22 @@ def _stacks(folder: AdaptedFolder, layer: PeftLayer) -> dict[str, Tensor]:
     known = next(folder.low_rank(companion(name, DOWN)) for name in names if companion(name, DOWN) in folder.layouts)
     downs, ups = [], dict[str, Tensor]()
     for number, name in enumerate(names):
-        experts, out, into = shapes[name]
+        *experts, out, into = shapes[name]
         is_there = companion(name, DOWN) in folder.layouts
-        downs.append(folder.low_rank(companion(name, DOWN)) if is_there else known.new_zeros(experts, rank, into))
-        up = folder.low_rank(companion(name, UP)) if is_there else known.new_zeros(experts, out, rank)
+        downs.append(folder.low_rank(companion(name, DOWN)) if is_there else known.new_zeros(*experts, rank, into))
+        up = folder.low_rank(companion(name, UP)) if is_there else known.new_zeros(*experts, out, rank)
         ups[name] = F.pad(up, (number * rank, (len(names) - 1 - number) * rank))
-    down = torch.cat(downs, dim=1)
-    up = model_folder.store(msgspec.structs.replace(layer.stored, transposed=False), ups.__getitem__)
-    return {DOWN: down.flatten(0, 1), UP: up.permute(1, 2, 0).flatten(1)}
+    plain = msgspec.structs.replace(layer.stored, transposed=False)
+    return torch.cat(downs, dim=-2), model_folder.store(plain, ups.__getitem__)
 
 
 def delta(layer: PeftLayer, name: str, weights: dict[str, Tensor], adapter: Adapter, shapes: Shapes) -> Tensor:
     """What an adapter's file adds to one of our weights, by peft's rules; in float64."""
     a, b = (weights[f"{PREFIX}{layer.module}.{THEIRS[part]}"].double() for part in (DOWN, UP))
-    if not layer.stacked:
-        return adapter.scale * b @ a
-    experts = shapes[name][0]
-    whole = adapter.scale * b.unflatten(1, (-1, experts)).permute(2, 0, 1) @ a.unflatten(0, (experts, -1))
+    whole = adapter.scale * b @ a
+    if layer.stacked:
+        experts = shapes[name][0]
+        whole = adapter.scale * b.unflatten(1, (-1, experts)).permute(2, 0, 1) @ a.unflatten(0, (experts, -1))
     plain = msgspec.structs.replace(layer.stored, transposed=False)
     return model_folder.restore(name, (plain,), shapes, lambda stored: whole)
 

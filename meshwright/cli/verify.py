@@ -133,8 +133,7 @@ def _tune(options: argparse.Namespace) -> int:
     replace_file(folder / CERTIFICATE, msgspec.json.format(text, indent=2) + b"\n")
     if options.json:
         print(text.decode())
-    failed = [check.name for check in certificate.checks if check.verdict == "failed"]
-    say(f"{', '.join(failed) + ' failed' if failed else 'nothing failed'}; certificate: {folder / CERTIFICATE}")
+    say(f"{certificate.summary}; certificate: {folder / CERTIFICATE}")
     return Exit.DONE if certificate.passed else Exit.FAILED
 
 

@@ -320,11 +320,14 @@ class DenseLayers(NamedTuple):
         return {"mlp_only_layers": list(range(arch.dense_layers))}
 
 
+PARTIAL = "partial_rotary_factor"
+
+
 class Rope(NamedTuple):
     """Rotary fields from rope_theta and rope_scaling (transformers 4) or rope_parameters (5)."""
 
     theta: str = "rope_theta"
-    share: str = "partial_rotary_factor"
+    share: str = ""  # the key of the share that is turned; elsewhere transformers turns all, whatever is stated
     local: str = ""  # the key of the base for layers with a window, which are not scaled
     kinds: tuple[str, ...] = ("linear", "llama3", "yarn")
     older: tuple[tuple[str, str], ...] = ()  # other names of kinds, and the ones that they have now
@@ -346,7 +349,7 @@ class Rope(NamedTuple):
             keys.refuse(name, stated, "one flat object for all layers")
             return {}
         # transformers looks beside the object for what is not inside it
-        beside = {"rope_theta": keys.get(self.theta), "partial_rotary_factor": keys.get(self.share)}
+        beside = {"rope_theta": keys.get(self.theta), PARTIAL: keys.get(self.share or PARTIAL)}
         rope = ConfigKeys(
             {key: value for key, value in beside.items() if value is not REQUIRED} | stated, prefix=f"{name}."
         )
@@ -355,10 +358,10 @@ class Rope(NamedTuple):
         fields |= {"rope_theta": rope.number("rope_theta"), "rope_scaling": kind}
         if kind == "none" and fields.get("rope_local_theta") == fields["rope_theta"]:
             fields["rope_local_theta"] = 0.0  # as all others
-        if (share := rope.config.get("partial_rotary_factor")) not in (None, 1):
-            fields["rope_share"] = rope.number("partial_rotary_factor", high=1.0) if self.share else 1.0
+        if (share := rope.config.get(PARTIAL)) not in (None, 1):
+            fields["rope_share"] = rope.number(PARTIAL, high=1.0) if self.share else 1.0
             if not self.share:
-                rope.refuse("partial_rotary_factor", share, "1.0")
+                rope.refuse(PARTIAL, share, "1.0")
         if kind == "longrope":
             fields |= _long(rope, keys, found["context"])
         elif kind != "none":
@@ -381,7 +384,7 @@ class Rope(NamedTuple):
             scaling |= {"attention_factor": arch.rope_attention} if arch.rope_attention else {}
         # transformers 5 reads this form of 4 too; 4 does not read that of 5
         config = {self.theta: arch.rope_theta, "rope_scaling": None if arch.rope_scaling == "none" else scaling}
-        if self.share and (arch.rope_share != 1 or self.share != "partial_rotary_factor"):
+        if self.share:  # always: families differ in what they assume
             config[self.share] = arch.rope_share
         if "longrope" in self.kinds:
             is_long = arch.rope_scaling == "longrope"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.config.config_words import (
+    PARTIAL,
     Choice,
     Count,
     CountOr,
@@ -320,7 +321,8 @@ FAMILIES: dict[str, Family] = {
         model="Phi3ForCausalLM",
         words=(
             *SIZES, EPS, SWIGLU, Windows(),
-            Rope(kinds=("longrope",), older=(("su", "longrope"), ("yarn", "longrope"))),  # as Phi-3's own code has it
+            # The older names are those of Phi-3's own code.
+            Rope(share=PARTIAL, kinds=("longrope",), older=(("su", "longrope"), ("yarn", "longrope"))),
         ),
         absent=LATE | NO_WINDOW | PLAIN_SCALE | {"rms_norm_eps": 1e-5, "num_key_value_heads": None},
         names=PHI3,
@@ -375,7 +377,8 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(
         model="Glm4MoeForCausalLM",
         words=(
-            *SIZES, EPS, SWIGLU, Rope(), Flag("attention_bias", "attention_bias", ("none", "qkv")), *ROUTED, *GROUPS,
+            *SIZES, EPS, SWIGLU, Rope(share=PARTIAL), *ROUTED, *GROUPS,
+            Flag("attention_bias", "attention_bias", ("none", "qkv")),
             Flag("use_qk_norm", "qk_norm", ("none", "head")), Flag("norm_topk_prob", "router_renormalise"),
             AHEAD,
         ),

@@ -400,6 +400,8 @@ def _adapters_selected(work: MicrobatchShape, mixture: bool) -> float:
             if work.arch.adapter.kind == "dora":  # W Aᵀ; and A Aᵀ, with B before it
                 squares = param.numel // (param.shape[-2] * rank) * rank**2
                 kept += outputs * (work.narrow + work.wide) + squares * work.wide
+            if work.arch.adapter.drops_rows:  # W times what dropout leaves
+                kept += rows * width * work.narrow
     return kept
 
 

@@ -11,7 +11,14 @@ from functools import cache, lru_cache
 from itertools import accumulate
 
 from meshwright.cost.activations import ActivationPolicy, policy_of
-from meshwright.cost.rank_view import GradFlow, grad_flow, reaches_projection_input, stage_lengths, still_blocks
+from meshwright.cost.rank_view import (
+    GradFlow,
+    grad_flow,
+    has_row_norms,
+    reaches_projection_input,
+    stage_lengths,
+    still_blocks,
+)
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import Param, params
 from meshwright.spec.plan import Plan
@@ -28,8 +35,14 @@ def matmul_flops_per_token(arch: Arch) -> float:
     weights = float(arch.vocab * arch.hidden) * (1 + arch.mtp_layers)
     for param in params(arch):
         if param.name not in TABLES | {"head.weight"} and param.is_matrix:
-            weights += param.numel * _share(arch) if param.expert else param.numel
+            weights += param.numel * _products(arch, param)
     return 2 * weights
+
+
+def _products(arch: Arch, param: Param) -> float:
+    """How often a token going forward is multiplied with a matrix of a block."""
+    again = arch.adapter.drops_rows and has_row_norms(param, arch)
+    return (_share(arch) if param.expert else 1) * (1 + again)
 
 
 def attention_flops_per_token(arch: Arch, span: float, causal: bool = False) -> float:
@@ -92,8 +105,10 @@ def spared_flops_per_token(arch: Arch) -> float:
     for param in params(arch):
         if not param.is_matrix or param.name in TABLES - {projects}:
             continue
-        times = 1 + arch.mtp_layers if param.name == projects else _share(arch) if param.expert else 1
+        times = 1 + arch.mtp_layers if param.name == projects else _products(arch, param)
         spared += 2 * param.numel * times * ((not param.trained) + (not reads_gradient(arch, param)))
+        if arch.compared and arch.adapter.drops_rows and has_row_norms(param, arch):  # a reference drops nothing
+            spared += 2 * param.numel
     return spared
 
 
@@ -179,7 +194,7 @@ def block_flops_per_token(arch: Arch, layer: int, span: float) -> float:
 @cache
 def _block_products(arch: Arch, layer: int) -> float:
     weights = (param for param in params(arch) if param.layer == layer and param.is_matrix)
-    return 2 * sum(param.numel * _share(arch) if param.expert else param.numel for param in weights)
+    return 2 * sum(param.numel * _products(arch, param) for param in weights)
 
 
 def _unneeded(arch: Arch, layer: int) -> float:

@@ -25,6 +25,7 @@ from meshwright.cost.activations import (
     moved_bytes,
     sent_rows,
 )
+from meshwright.cost.flops import reads_gradient
 from meshwright.cost.job import Job
 from meshwright.cost.layout import state_layout
 from meshwright.cost.primitives import (
@@ -38,7 +39,13 @@ from meshwright.cost.primitives import (
     product_seconds,
     rates,
 )
-from meshwright.cost.rank_view import reaches_projection_input, still_blocks
+from meshwright.cost.rank_view import (
+    grad_flow,
+    has_row_norms,
+    is_multiplied_as_held,
+    reaches_projection_input,
+    still_blocks,
+)
 from meshwright.cost.traffic import Axis, Kind, fp8_scales
 from meshwright.hardware.stacks import Efficiency, StackSpeed, efficiency_of
 from meshwright.spec.arch import Arch
@@ -236,9 +243,11 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
         cp=_over_cp(at, backward, back=True),
         ep=ep,
     )
-    elements = 0.0 if _multiplies_codes(at) else decoded_elements(arch, mixture, at.plan.ep) / tp
-    decoded = TimeTerms(elementwise=moved_seconds(elements * DECODE_PASSES, at.rates))
-    going, coming = going + decoded, coming + decoded
+    decoded, decoded_back = (
+        TimeTerms(elementwise=moved_seconds(elements / tp * DECODE_PASSES, at.rates))
+        for elements in decoded_elements(arch, at.plan, mixture)
+    )
+    going, coming = going + decoded, coming + decoded_back
     weight = TimeTerms(products=share * weight_products, elementwise=moved_seconds(weights * at.adding, at.rates))
     adapted = _adapters(at, mixture)
     # The device waits for the host: each pass takes no less than its launches.
@@ -250,11 +259,20 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
 
 
 @cache
-def decoded_elements(arch: Arch, mixture: bool, ep: int) -> int:
-    """Elements of a block's weights that are held in few bits, of experts one rank's of so many."""
+def decoded_elements(arch: Arch, plan: Plan, mixture: bool) -> tuple[int, int]:
+    """Elements of a block's weights in few bits that a forward decodes, and a backward, of experts one rank's.
+
+    A forward of DoRA decodes what it needs the norms of once more, also where codes are multiplied as they are.
+    """
     layer = next((layer for layer in range(arch.layers) if arch.is_moe(layer) == mixture), 0)
-    coded = (param for param in params(arch) if param.layer == layer and param.held != "bf16")
-    return sum(param.numel // (ep if param.expert else 1) for param in coded)
+    forward = backward = 0
+    for param in (each for each in params(arch) if each.layer == layer and each.held != "bf16"):
+        elements = param.numel // (plan.ep if param.expert else 1)
+        normed = has_row_norms(param, arch)
+        multiplied = 0 if is_multiplied_as_held(param, plan) else elements * (1 + normed * arch.adapter.drops_rows)
+        forward += multiplied + elements * normed
+        backward += multiplied
+    return forward, backward
 
 
 @cache
@@ -293,6 +311,14 @@ def _adapters(at: LayerModel, mixture: bool) -> PassTimes:
             )
             forward += TimeTerms(products=norms, elementwise=read + passed)
             coming += TimeTerms(elementwise=BACKWARD_BYTES * passed)
+        if at.arch.adapter.drops_rows:  # multiplied with what is left of the input too, which is drawn once more
+            again, back = (
+                held * _product(1, tokens / held, n, k, at, way)
+                for n, k, way in ((out, into, False), (into, out, True))
+            )
+            dropped = moved_seconds(DROPOUT_BYTES / 2 * tokens * into, at.rates)
+            forward += TimeTerms(products=again, elementwise=dropped + summed)
+            coming += TimeTerms(products=back, elementwise=dropped + summed * into / out)
         weight += TimeTerms(products=down + up)
     return PassTimes(forward=forward, input=coming, weight=weight)
 
@@ -304,6 +330,27 @@ def adapted_shapes(arch: Arch, mixture: bool) -> tuple[tuple[int, int, bool], ..
     table = {param.name: param for param in params(arch) if param.layer == layer}
     pairs = ((param, table[name.replace(DOWN, UP)]) for name, param in table.items() if name.endswith(DOWN))
     return tuple((up.shape[-2], down.shape[-1], down.expert) for down, up in pairs)
+
+
+@lru_cache(maxsize=1024)
+def unreached(at: LayerModel, layer: int) -> TimeTerms:
+    """Of a block's gradient of its input, what the first layer that a backward reaches does not have.
+
+    Where its attention is frozen, what that reads has no gradient.
+    """
+    arch, flow = at.arch, grad_flow(at.arch)[layer]
+    matrices = [param for param in params(arch) if param.layer == layer and param.is_matrix]
+    elements = {each.name: each.numel * (_rows_per_token(at) / arch.experts if each.expert else 1) for each in matrices}
+    still = sum(elements[each.name] for each in matrices if not reads_gradient(arch, each)) / sum(elements.values())
+    coming = block(at, arch.is_moe(layer)).input
+    return TimeTerms(
+        products=coming.products * still,
+        attention=coming.attention * (not flow.attended),
+        elementwise=coming.elementwise * still,
+        tp=coming.tp * ((not flow.attn_in) + (not flow.attn_out) + (not flow.mlp_in) + (not flow.mlp_out)) / 4,
+        cp=coming.cp * (not flow.attended),
+        ep=coming.ep * ((not flow.mlp_in) + (not flow.mlp_out)) / 2,
+    )
 
 
 @lru_cache(maxsize=16384)

@@ -12,8 +12,9 @@ import msgspec
 from meshwright.cost.activations import ITEM_BYTES, ActivationPolicy, chunk_rows, has_chunks, policy_of
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import Param, Split, held_split, params, stored
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import FP8_MULTIPLE, Plan
 from meshwright.spec.schedule import Schedule, stage_ranks
+from meshwright.spec.tuning import MAGNITUDE, companion
 
 
 class RankView(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,6 +231,23 @@ def cut_shape(param: Param, tp: tuple[int, int], ep: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def is_multiplied_as_held(param: Param, plan: Plan) -> bool:
+    """Whether matmuls read the codes of a frozen weight: those in FP8, of a shape that suits them, and of no stack."""
+    suits = not param.expert and all(size % FP8_MULTIPLE == 0 for size in param.shape)
+    return plan.precision == "fp8" and param.held == "fp8" and suits
+
+
+def has_row_norms(param: Param, arch: Arch) -> bool:
+    """Whether every forward needs the norms of a weight's rows, which DoRA makes of its numbers."""
+    return arch.adapter.kind == "dora" and param.name in _row_normed(arch)
+
+
+@cache
+def _row_normed(arch: Arch) -> frozenset[str]:
+    names = {param.name for param in params(arch)}
+    return frozenset(name for name in names if companion(name, MAGNITUDE) in names)
+
+
 def updated_elements(group: ParamGroup, view: RankView) -> int:
     """Elements of a rank's shard without its padding: the optimizer sees no more."""
     return group.count * sum(math.prod(shard_shape(param, group, view)) for param in group.trained.params)
@@ -337,6 +355,30 @@ def grad_flow(arch: Arch) -> tuple[GradFlow, ...]:
 def still_blocks(arch: Arch) -> int:
     """The first blocks that a backward never reaches, as neither they nor what is before them is trained."""
     return sum(not flow.out for flow in grad_flow(arch))
+
+
+def layers_gathered_back(group: ParamGroup, view: RankView) -> int:
+    """Of the layers of a group, those whose weights are gathered for a backward too, in a model without a pipeline.
+
+    Those that it reaches, and what lies before the last of these, which is prefetched: experts that have a group of
+    their own lie before the rest of their block.
+    """
+    alike, gathered = group.params[0].layer, _gathered_back(view.arch, view.plan.ep > 1)
+    return sum((layer, group.shared_by_ep) in gathered for layer, kind in enumerate(_kinds(view.arch)) if kind == alike)
+
+
+@cache
+def _gathered_back(arch: Arch, apart: bool) -> frozenset[tuple[int, bool]]:
+    """Layers, and whether it is their experts; `apart`: these are gathered by themselves."""
+    order, found = [], set[tuple[int, bool]]()
+    for layer, flow in enumerate(grad_flow(arch)):
+        order += [((layer, True), flow.mlp_out)] if apart and arch.is_moe(layer) else []
+        order.append(((layer, False), flow.out))
+    order.append(((arch.blocks, False), True))  # what is outside the blocks, which every backward begins with
+    for number, (each, reached) in enumerate(order):
+        if reached:
+            found.update((each, order[max(number - 1, 0)][0]))
+    return frozenset(found)
 
 
 @cache

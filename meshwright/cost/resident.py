@@ -25,6 +25,8 @@ from meshwright.cost.rank_view import (
     RankView,
     grid,
     groups,
+    has_row_norms,
+    is_multiplied_as_held,
     local_shape,
     padded,
     placement,
@@ -192,7 +194,7 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
     slots = 0  # for pieces of states on their way to an update on the device
     if (row := layout.offloaded) is not None and layout.update == "device":
         slots = SLOTS * min(PIECE, largest) * row.bytes
-    decoded = decoded_bytes(view)
+    multiplied, decodes = decoded_bytes(view)
     buffers = _reduce_buffers(job, layout, view)
     buffers += max((decoding_bytes(view), *(lossy_bytes(group, view) for group in groups(view))))
     return ResidentMemory(
@@ -202,7 +204,7 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
             ("logits", 0, "log-probabilities, and at the loss their gradients"),
             ("reduce_buffers", buffers, "a block's gradients in the compute dtype, and in fp32 for the reduction"),
             ("update", slots, "temporaries of the optimizer step, and pieces of offloaded states in transit"),
-            ("workspace", holds.workspace_bytes + decoded, _why_workspace(decoded)),
+            ("workspace", holds.workspace_bytes + multiplied, _why_workspace(multiplied, decodes)),
         ),
         buffered=False,
         block_share=max(trained_counts(job.arch)[0]) / trained_counts(job.arch)[2],
@@ -224,16 +226,25 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
     )
 
 
-def decoded_bytes(view: RankView) -> int:
-    """The largest weight in few bits as it is multiplied, of experts all that a rank holds, and what decoding makes."""
-    plan, coded = view.plan, [param for param in params(view.arch) if param.held != "bf16"]
-    elements = max((param.numel // (plan.ep if param.expert else 1) for param in coded), default=0) // plan.tp
-    return elements * view.narrow + min(elements, DECODED_CHUNK) * DECODED_BYTES
+def decoded_bytes(view: RankView) -> tuple[int, bool]:
+    """What the largest weight in few bits becomes while it is multiplied, and whether it is decoded for that.
+
+    Decoded it is a weight of the arithmetic, of experts all that a rank holds, with what decoding makes. In FP8 its
+    codes are multiplied: of them the backward makes the transpose.
+    """
+    plan, arch, found = view.plan, view.arch, [(0, False)]
+    for param in (each for each in params(arch) if each.held != "bf16"):
+        elements = param.numel // (plan.ep if param.expert else 1) // plan.tp
+        if is_multiplied_as_held(param, plan) and not has_row_norms(param, arch):
+            found.append((elements, False))
+        else:
+            found.append((elements * view.narrow + min(elements, DECODED_CHUNK) * DECODED_BYTES, True))
+    return max(found)
 
 
-def _why_workspace(decoded: int) -> str:
-    more = ", and the weight of one layer while it is decoded" if decoded else ""
-    return f"of cuBLAS and other libraries{more}"
+def _why_workspace(made: int, decodes: bool) -> str:
+    what = "weight of one layer while it is decoded" if decodes else "transposed codes of one layer's weight"
+    return f"of cuBLAS and other libraries{f', and the {what}' if made else ''}"
 
 
 def sync_bytes(view: RankView) -> int:

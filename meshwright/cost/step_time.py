@@ -32,11 +32,12 @@ from meshwright.cost.layer_time import (
     ends,
     layer_model,
     recomputed_terms,
+    unreached,
     with_policy,
 )
 from meshwright.cost.layout import label_of
 from meshwright.cost.primitives import axis_span, collective_seconds, slowest
-from meshwright.cost.rank_view import placement, stage_lengths, still_blocks
+from meshwright.cost.rank_view import EVERYWHERE, grad_flow, placement, stage_lengths, still_blocks
 from meshwright.cost.simulate import StageCost, makespan
 from meshwright.cost.weight_time import OverlapWindow, WeightSeconds, least_seconds, weight_seconds
 from meshwright.hardware.stacks import Efficiency, efficiency_of
@@ -71,6 +72,7 @@ class StageKind(NamedTuple):
     first: bool
     last: bool
     still: tuple[bool, ...] = ()  # of its first layers, those that no backward reaches: whether they are mixtures
+    partly: int | None = None  # the layer that one reaches in part: the first it reaches, if something of it is frozen
 
 
 class StepTimeline(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,7 +215,9 @@ def kinds_of(arch: Arch, lengths: tuple[int, ...]) -> tuple[tuple[StageKind, ...
     for stage, length in enumerate(lengths):
         mixtures = sum(map(arch.is_moe, range(start, start + length))) if arch.experts else 0
         still = tuple(arch.is_moe(layer) for layer in range(start, min(start + length, still_blocks(arch))))
-        kind = StageKind(length - mixtures, mixtures, stage == 0, stage == last, still)
+        reached = start + len(still)
+        partly = reached if len(still) < length and grad_flow(arch)[reached] != EVERYWHERE else None
+        kind = StageKind(length - mixtures, mixtures, stage == 0, stage == last, still, partly)
         places.append(found.setdefault(kind, len(found)))
         start += length
     return tuple(found), tuple(places)
@@ -236,6 +240,8 @@ def stage_passes(at: LayerModel, kind: StageKind, policy: ActivationPolicy) -> P
             kept, again = _kept_so(at, mixture, policy.quant, policy.offload, operations)
             total += kept * (count * (1 - recomputed))
             total += again * (count * recomputed)
+    if kind.partly is not None:
+        total = total._replace(input=total.input + unreached(at, kind.partly) * -1)
     return total
 
 
@@ -394,6 +400,7 @@ def _seconds(at: LayerModel, kind: StageKind, policy: ActivationPolicy) -> tuple
             kept, again = _kept_so(at, mixture, policy.quant, policy.offload, policy.by_operation)
             whole += count * (kept.seconds * (1 - share) + again.seconds * share)
             forward += count * (kept.forward.seconds * (1 - share) + again.forward.seconds * share)
+    whole -= unreached(at, kind.partly).seconds if kind.partly is not None else 0.0
     return (whole + forward, 2 * forward) if at.arch.compared else (whole, forward)
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -22,6 +22,7 @@ from meshwright.cost.rank_view import (
     cut_shape,
     grid,
     groups,
+    layers_gathered_back,
     local_shape,
     padded,
     parts,
@@ -327,21 +328,35 @@ def _routers_over_cp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """A router sees whole sequences: its logits are gathered, and going back their gradients summed and scattered."""
     if view.plan.cp == 1:
         return
-    forward, backward = _mixture_passes(part, view)
-    tokens = view.plan.microbatch * view.sequence
-    passes: tuple[tuple[Kind, int], ...] = (("all_gather", forward), ("reduce_scatter", backward))
-    for kind, count in passes:
+    passes, tokens = _moe_passes(part, view), view.plan.microbatch * view.sequence
+    calls: tuple[tuple[Kind, int], ...] = (("all_gather", passes.forward), ("reduce_scatter", passes.logits))
+    for kind, count in calls:
         yield Collective(kind=kind, axis="cp", count=count, bytes=tokens * view.arch.experts * view.wide)
     if view.arch.router == "gshard":  # the reference of DPO draws nothing
         draws = (part.mixtures + part.recomputed.mixtures) * view.plan.grad_accum
         yield Collective(kind="all_gather", axis="cp", count=draws, bytes=tokens * DRAW_BYTES)
 
 
-def _mixture_passes(part: StageLayers, view: RankView) -> tuple[int, int]:
-    """How often a step goes forward through layers with experts, and how often back."""
-    times, flows = view.plan.grad_accum, zip(range(part.begin, part.begin + part.layers), part.flow, strict=True)
-    back = sum(flow.mlp_in for layer, flow in flows if view.arch.is_moe(layer))
-    return (view.forwards * part.mixtures + part.recomputed.mixtures) * times, back * times
+class _MoePasses(NamedTuple):
+    """How often a step goes through layers with experts."""
+
+    forward: int
+    back: int  # where what experts return has a gradient
+    rows: int  # where what they read has one
+    logits: int  # where the router's logits have one
+
+
+def _moe_passes(part: StageLayers, view: RankView) -> _MoePasses:
+    arch, times = view.arch, view.plan.grad_accum
+    layers = [layer for layer in range(part.begin, part.begin + part.layers) if arch.is_moe(layer)]
+    flows = {layer: part.flow[layer - part.begin] for layer in layers}
+    routed = [flow.mlp_in or arch.trains(f"blocks.{layer}.mlp.router.weight") for layer, flow in flows.items()]
+    return _MoePasses(
+        forward=(view.forwards * part.mixtures + part.recomputed.mixtures) * times,
+        back=sum(flow.mlp_out for flow in flows.values()) * times,
+        rows=sum(flow.mlp_in for flow in flows.values()) * times,
+        logits=sum(routed) * times,
+    )
 
 
 def _over_ep(part: StageLayers, view: RankView) -> Iterator[Collective]:
@@ -353,12 +368,13 @@ def _over_ep(part: StageLayers, view: RankView) -> Iterator[Collective]:
     if view.plan.ep == 1:
         return
     arch, plan = view.arch, view.plan
-    forward, backward = _mixture_passes(part, view)
+    passes = _moe_passes(part, view)
     if not arch.capacity:
-        yield Collective(kind="all_to_all", axis="ep", count=forward, bytes=arch.experts * COUNT_BYTES)
+        yield Collective(kind="all_to_all", axis="ep", count=passes.forward, bytes=arch.experts * COUNT_BYTES)
     size = sent_rows(arch, plan, view.sequence) * arch.hidden * view.narrow
-    for hides in (arch.shared_experts > 0, False):
-        yield Collective(kind="all_to_all", axis="ep", count=forward + backward, bytes=size, overlappable=hides)
+    for hides, back in ((arch.shared_experts > 0, passes.rows), (False, passes.back)):
+        count = passes.forward + back
+        yield Collective(kind="all_to_all", axis="ep", count=count, bytes=size, overlappable=hides)
 
 
 def _over_pp(part: StageLayers, view: RankView) -> Iterator[Collective]:
@@ -479,20 +495,25 @@ def weight_cuts(param: Param, group: ParamGroup, view: RankView) -> Iterator[tup
         yield "tp", (1 if param.split is Split.ROW else 0) + param.expert
 
 
-def gathers(stage: int, plan: Plan, root: bool, compared: bool = False) -> int:
-    """How often a step gathers a weight: once, and under zero 3 for every forward and every backward.
+def gathers(group: ParamGroup, view: RankView) -> tuple[int, int]:
+    """How often a step gathers the weights of a group's layers: once, under zero 3 for every forward; and going back.
 
     A pipeline keeps also then the weights of the stages that a rank computes next. What is outside the blocks (the
-    root) ends a forward and begins the backward, and is not gathered between. `compared`: the same weights without an
-    adapter go forward first, as the reference of DPO, and leave gathered what the plan does.
+    root) ends a forward and begins the backward, and is not gathered between. Where the same weights without an adapter
+    go forward first, as the reference of DPO, they leave gathered what the plan does.
     """
+    plan, root = view.plan, group.params[0].layer < 0
+    compared = view.arch.compared and not view.arch.copies_reference
     if plan.zero < 3:
-        return 1
+        return group.count, 0
     if plan.pp > 1:
-        rank = placement(plan)[stage]
+        rank = placement(plan)[group.stage]
         before = compared * plan.grad_accum * (not stages_stay(plan))
-        return before + _fetches(plan.schedule, plan.pp, plan.chunks, plan.grad_accum, rank)[stage]
-    return plan.grad_accum * (1 if root else 2 + compared)
+        fetched = _fetches(plan.schedule, plan.pp, plan.chunks, plan.grad_accum, rank)[group.stage]
+        return group.count * (before + fetched), 0
+    if root:
+        return plan.grad_accum, 0
+    return plan.grad_accum * group.count * (1 + compared), plan.grad_accum * layers_gathered_back(group, view)
 
 
 def reference_gathers(plan: Plan, root: bool) -> int:
@@ -562,16 +583,14 @@ def _over_shard(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     if shards == 1:
         return
     axis = shard_axis(group)
-    root = group.params[0].layer < 0
-    compared = view.arch.compared and not view.arch.copies_reference
-    count = group.count * gathers(group.stage, view.plan, root, compared)
+    forward, back = gathers(group, view)
     size = gathered_bytes(group, view)
-    if view.plan.secondary_shard > 1 and not root:  # the backward's
-        count //= 2
-        yield Collective(kind="all_gather", axis="secondary", count=count, bytes=size, overlappable=True)
+    if view.plan.secondary_shard > 1:
+        yield Collective(kind="all_gather", axis="secondary", count=back, bytes=size, overlappable=True)
+        back = 0
     if view.plan.gather != "default":
         size = shards * message_bytes(view.plan.gather, sent_elements(group, view), view.narrow)
-    yield Collective(kind="all_gather", axis=axis, count=count, bytes=size, overlappable=True)
+    yield Collective(kind="all_gather", axis=axis, count=forward + back, bytes=size, overlappable=True)
     kind, times = ("all_to_all", 1) if view.cuts_rows_only else ("reduce_scatter", reductions(view.plan))
     count, size, message = group.count * times, _elements(group.trained, view, shards) * view.wide, 0
     if view.plan.grad_reduce != "default":

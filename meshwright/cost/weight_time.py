@@ -307,9 +307,9 @@ def rounding_seconds(view: RankView, at: Rates) -> RoundingSeconds:
         copies, shards = grid(group, plan)
         held = group.count * sum(math.prod(stored_shape(param, group, view)) for param in group.params)
         if plan.gather != "default" and shards > 1:
-            root = group.params[0].layer < 0
-            times = gathers(group.stage, plan, root) // (2 if plan.secondary_shard > 1 and not root else 1)
-            gathered += times * held * (ENCODED_BYTES + shards * DECODED_BYTES)
+            forward, back = gathers(group, view)
+            times = forward + (0 if plan.secondary_shard > 1 else back)
+            gathered += times * held / group.count * (ENCODED_BYTES + shards * DECODED_BYTES)
         if plan.grad_reduce != "default" and shards > 1:
             rows = shards + plan.shard_nodes  # of its node's sum, a shard for each node
             reduced += reductions(plan) * rows * held * (ENCODED_BYTES + fed_back + SUMMED_BYTES)

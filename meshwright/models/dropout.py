@@ -51,7 +51,7 @@ class Dropout(nn.Module):
         """x (b, s, hidden); index (b, s) keys the draws, None (or evaluation) drops nothing."""
         if index is None or not self.training:
             return x
-        return _Dropped.apply(x, index, self.key, self.p)
+        return Dropped.apply(x, index, self.key, self.p, 0)
 
     def extra_repr(self) -> str:
         return f"p={self.p:g}"
@@ -70,15 +70,18 @@ def kept(index: Tensor, key: Tensor, hidden: int, p: float, first: int = 0) -> T
     return logical_shift(mixed(draw, MIX, LAST_SHIFT), 32 - BITS) >= round(p * (1 << BITS))
 
 
-class _Dropped(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, key: Tensor, p: float) -> Tensor:
-        ctx.save_for_backward(index, key)
-        ctx.p = p
-        return torch.where(kept(index, key, x.shape[-1], p), x * (1 / (1 - p)), 0)
+class Dropped(Function):
+    """What dropout leaves of the elements from a first one on, drawn again in the backward."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def forward(ctx: Any, x: Tensor, index: Tensor, key: Tensor, p: float, first: int) -> Tensor:
+        ctx.save_for_backward(index, key)
+        ctx.p, ctx.first = p, first
+        return torch.where(kept(index, key, x.shape[-1], p, first), x * (1 / (1 - p)), 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         index, key = ctx.saved_tensors
         (grad,) = grads
-        return torch.where(kept(index, key, grad.shape[-1], ctx.p), grad * (1 / (1 - ctx.p)), 0), None, None, None
+        keep = kept(index, key, grad.shape[-1], ctx.p, ctx.first)
+        return torch.where(keep, grad * (1 / (1 - ctx.p)), 0), None, None, None, None

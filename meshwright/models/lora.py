@@ -18,7 +18,7 @@ from torch.autograd import Function
 
 from meshwright.kernels.coded import CodedPart, decode
 from meshwright.kernels.experts import by_segment, low_rank_by_segment
-from meshwright.models.dropout import kept
+from meshwright.models.dropout import Dropped, kept
 from meshwright.models.init import key, signed
 from meshwright.models.moe import Experts, Multiply, grouped, row_biases
 from meshwright.spec.arch import Arch
@@ -99,9 +99,14 @@ class LoraLinear(FrozenLinear):
         # that a compiled block adds the wide one where it is multiplied.
         return super().product(x) + F.linear(self.down(x) * (0.0 if self.off else self.scale), self.lora_b)
 
+    @property
+    def drops(self) -> bool:
+        """Whether this forward drops something."""
+        return self.dropout > 0 and self.index is not None and self.training
+
     def down(self, x: Tensor) -> Tensor:
         """The product with A of what dropout leaves."""
-        if not self.dropout or self.index is None or not self.training:
+        if not self.drops:
             return F.linear(x, self.lora_a)
         return _DroppedDown.apply(x, self.lora_a, self.index, self.key, self.dropout, self.first)
 
@@ -125,7 +130,8 @@ class _DroppedDown(Function):
         (grad,), (x, a, index, key) = grads, ctx.saved_tensors
         keep = kept(index, key, x.shape[-1], ctx.p, ctx.first)
         down = grad.flatten(0, -2).T @ _left(x, keep, ctx.p).flatten(0, -2)
-        return _left(grad @ a, keep, ctx.p), down, None, None, None, None
+        back = _left(grad @ a, keep, ctx.p) if ctx.needs_input_grad[0] else None
+        return back, down, None, None, None, None
 
 
 def _left(x: Tensor, keep: Tensor, p: float) -> Tensor:
@@ -157,8 +163,15 @@ class DoraLinear(LoraLinear):
         with torch.no_grad():  # a constant in the gradient, as in the paper (§4.3)
             squares = square_norms(self.matrix(x.dtype), self.lora_a, self.lora_b, self.scale)
             norms = self.across(squares).sqrt()
-        y = super().product(x)
-        return y * (self.magnitude / norms).to(y.dtype)
+        if not self.drops:
+            y = super().product(x)
+            return y * (self.magnitude / norms).to(y.dtype)
+        # W x is whole, and what magnitudes change about it is of what dropout leaves: as the authors' code, and peft's.
+        assert self.index is not None
+        whole = FrozenLinear.product(self, x)
+        part = FrozenLinear.product(self, Dropped.apply(x, self.index, self.key, self.dropout, self.first))
+        y = part + F.linear(self.down(x) * self.scale, self.lora_b)
+        return whole - part + y * (self.magnitude / norms).to(y.dtype)
 
 
 LowRank = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # rows, A, B, and the row after each expert's last

@@ -145,7 +145,7 @@ def layouts(question: Question) -> Iterator[AxesChoice]:
     for tp in _ranks(question, "tp", world):
         if any(width % tp for width in (*cut_widths(arch, tp).values(), question.sequence)):
             continue
-        if tp > 1 and not cuts_tuned(arch, tp):
+        if tp > 1 and not cuts_tuned(arch, tp, question.precision):
             continue
         for cp in _ranks(question, "cp", world // tp):
             if cp > 1 and question.sequence % (2 * cp * tp):

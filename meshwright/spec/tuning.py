@@ -56,6 +56,11 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """What B A x is multiplied with."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
+    @property
+    def drops_rows(self) -> bool:
+        """Whether frozen matrices are multiplied with what dropout leaves as well: DoRA changes their rows."""
+        return self.kind == "dora" and self.dropout > 0
+
     def takes(self, layer: str) -> bool:
         """Whether a linear layer of a block, named without its block, has an adapter."""
         return self.kind != "none" and any(matches(layer, target) for target in self.targets)

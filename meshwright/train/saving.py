@@ -81,13 +81,14 @@ def holdings(state: State, run: Run, mesh: Mesh) -> list[TensorShard]:
                 found += [_with_last(whole, each) for each in parts] or [whole]
     kept = (part for reduction in state.reductions for part in reduction.states(mesh))
     found += [TensorShard(each.name, each.shape, each.region, each.tensor, each.writes) for each in kept]
-    return found + list(_buffers(state, run, mesh))
+    learned = state.chunks if run.arch.adapter.kind == "none" else ()  # else they are the base's
+    return found + list(_buffers(learned, run, mesh))
 
 
-def _buffers(state: State, run: Run, mesh: Mesh) -> Iterator[TensorShard]:
+def _buffers(chunks: Iterable[nn.Module], run: Run, mesh: Mesh) -> Iterator[TensorShard]:
     """What is learned by other rules than gradients: whole on every rank of a stage, the first of which writes it."""
     writes = all(place == 0 for axis, place in mesh.place.items() if axis != "pp")
-    for chunk in state.chunks if run.arch.adapter.kind == "none" else ():  # else they are the base's
+    for chunk in chunks:
         for name, buffer in load_bias.held(chunk, run.arch).items():
             shape = tuple(buffer.shape)
             yield TensorShard(f"weight/{name}", shape, tuple((0, size) for size in shape), buffer, writes)
@@ -322,7 +323,7 @@ def note_base(state: State, run: Run, mesh: Mesh) -> None:
             region = tuple((part.start, part.stop) for part in region_of(weight))
             is_first = standing(weight, mesh)[0] == 0
             held.append(TensorShard(f"weight/{name}", tuple(weight.shape), region, local(weight.detach()), is_first))
-    state.base = _fingerprint(held, mesh)[:32]
+    state.base = _fingerprint([*held, *_buffers(state.reference, run, mesh)], mesh)[:32]
 
 
 def _fingerprint(held: list[TensorShard], mesh: Mesh) -> str:

@@ -82,6 +82,18 @@ class TuneCertificate(msgspec.Struct, frozen=True, kw_only=True):
     def passed(self) -> bool:
         return all(check.verdict != "failed" for check in self.checks)
 
+    @property
+    def summary(self) -> str:
+        """How many passed, and the names of the others: a run may have little that can be looked at."""
+        named = {
+            verdict: [check.name for check in self.checks if check.verdict == verdict]
+            for verdict in ("passed", "failed", "does not apply")
+        }
+        passed, failed, idle = named.values()
+        found = [f"{', '.join(failed)} failed"] if failed else []
+        found.append(f"{len(passed)} of {len(self.checks)} checks passed")
+        return ", ".join([*found, *([f"nothing to look at for {', '.join(idle)}"] if idle else [])])
+
 
 class NotApplicable(Exception):  # noqa: N818  (nothing went wrong)
     """A check has nothing to look at in this run."""
@@ -306,7 +318,8 @@ def packed(run: Run, corpus: Corpus) -> Observation:
     # Losses of routers are of whole rows, fillers included, and not of samples.
     arch = replace(arch, context=max(arch.context, run.sequence), balance_loss=0.0, z_loss=0.0)
     model = Decoder(arch).double().eval()
-    model.load_state_dict({param.name: SeededWeights(arch, run.seed).tensor(param.name) for param in params(arch)})
+    drawn = SeededWeights(arch, run.seed)
+    model.load_state_dict({param.name: drawn.tensor(param.name) for param in (*params(arch), *buffers(arch))})
     together = [_loss(model, row, None) for row, _, _ in rows]
     sum(together, torch.zeros(())).backward()
     ours = _taken(model)

@@ -29,6 +29,7 @@ from meshwright.data.conversation import preference
 from meshwright.data.prepare import Corpus
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stack_of
+from meshwright.parallel import load_bias
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.search.question import Question
 from meshwright.search.space import plans
@@ -63,6 +64,12 @@ MOE = ("arch.preset=tiny-moe", "arch.layers=2", "arch.vocab=336")
 # A router's losses are of rows as they are packed, which an answer alone has not.
 ROUTED = (*MOE, "arch.balance_loss=0", "arch.z_loss=0")
 COPY = ("adapter.kind=none", "adapter.rank=16", "optim.lr=1e-3")  # the reference is a frozen copy
+BIASED = (
+    "arch.preset=tiny-deepseek-v3",
+    "arch.layers=2",
+    "arch.vocab=336",
+    *COPY,
+)  # a load bias, which each step moves
 
 
 def pairs(count: int) -> list[dict]:
@@ -366,6 +373,32 @@ def test_the_reference_is_one_more_forward(folder):
     assert 1.3 < more < 1.6  # 4 forwards for 3, of which frozen weights spare one
 
 
+@world(2)
+def test_a_load_bias_moves_and_that_of_the_frozen_copy_does_not(folder):
+    one = one_process(folder, *BIASED) if dist.get_rank() == 0 else None
+    first = build(a_run(folder, *BIASED, "plan.replicate=1"), make_corpus(a_run(folder, *BIASED), folder), alone())
+    for words in (
+        ("plan.shard=2", "plan.zero=3", "plan.grad_accum=2"),
+        ("plan.tp=2",),
+        ("plan.pp=2", "plan.grad_accum=2"),
+    ):
+        run = a_run(folder, *BIASED, *words)
+        mesh = mesh_of(run.plan)
+        mine = drive(run, make_corpus(run, folder), mesh)
+        if one is not None:
+            assert deviation(mine, one) < TOLERANCE, words
+        biases, still, begun = (
+            {name: bias for chunk in chunks for name, bias in load_bias.held(chunk, run.arch).items()}
+            for chunks in (mine.state.chunks, mine.state.reference, first.chunks)
+        )
+        assert biases.keys() == still.keys()
+        for name, bias in still.items():
+            assert torch.equal(bias, begun[name]), (words, name)
+            assert not torch.equal(bias, biases[name]), (words, name)
+        assert not surprises(folder, *BIASED, *words)
+    first.loader.close()
+
+
 def test_checkpoints_have_the_digest_of_the_copy_and_not_the_copy(folder, tmp_path):
     run = a_run(folder, *COPY, "plan.replicate=1", "steps=1", "checkpoint.every=1", "data.eval_fraction=0")
     corpus = make_corpus(run, folder)
@@ -385,6 +418,22 @@ def test_checkpoints_have_the_digest_of_the_copy_and_not_the_copy(folder, tmp_pa
     with pytest.raises(InputError, match=r"the frozen weights .* are not those beside which step"):
         restore(other, run, alone(), tmp_path, lambda text: None)
     other.loader.close()
+
+
+def test_another_load_bias_is_another_copy(folder, tmp_path):
+    run = a_run(folder, *BIASED, "plan.replicate=1", "steps=1", "checkpoint.every=1", "data.eval_fraction=0")
+    corpus = make_corpus(run, folder)
+    state, again, other = (build(run, corpus, alone()) for _ in range(3))
+    list(train(run, state, alone(), tmp_path))
+    assert restore(again, run, alone(), tmp_path, lambda text: None) is not None
+    (name, moved), *_ = load_bias.held(again.chunks[0], run.arch).items()
+    assert torch.equal(moved, load_bias.held(state.chunks[0], run.arch)[name])
+    assert not torch.equal(moved, load_bias.held(again.reference[0], run.arch)[name])
+    load_bias.held(other.reference[0], run.arch)[name].add_(1)
+    with pytest.raises(InputError, match=r"the frozen weights .* are not those beside which step"):
+        restore(other, run, alone(), tmp_path, lambda text: None)
+    for each in (state, again, other):
+        each.loader.close()
 
 
 ASKED = turns("What is two and two?")

@@ -1,8 +1,10 @@
 """Low-rank adapters beside frozen weights: the same under every plan, the base untouched, and peft's when written."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -145,6 +147,7 @@ def test_codes_of_two_ranks_are_those_of_one(folder):
 def test_adapters_of_two_ranks_drop_what_those_of_one_drop(folder):
     dropped = (*LORA, "adapter.dropout=0.3")
     compare(folder, dropped, (TWO[0], TWO[1], TWO[3], TWO[4], TWO[5]))
+    compare(folder, (*DORA, "adapter.dropout=0.3"), (TWO[2], ("plan.tp=2", "plan.recompute=full"), TWO[-2], TWO[-1]))
 
 
 @world(4)
@@ -211,6 +214,57 @@ def test_magnitudes_have_the_gradient_of_their_formula():
         assert torch.allclose(mine.grad, theirs.grad, rtol=1e-12)
 
 
+class Keeps(torch.nn.Module):
+    """Dropout that leaves what it is told to."""
+
+    def __init__(self, keep: torch.Tensor) -> None:
+        super().__init__()
+        self.keep = keep
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.keep
+
+
+@pytest.mark.parametrize("cut", [0, 16])
+def test_dropout_beside_magnitudes_is_peft_s(cut):
+    """W x is whole; what the magnitudes change about it, and the adapter, are of what dropout leaves."""
+    stock: Any = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    theirs: Any = torch.nn.Sequential(torch.nn.Linear(64, 10, dtype=torch.float64))
+    linear = copy.deepcopy(theirs[0])
+    config = stock.LoraConfig(r=3, lora_alpha=2.1, use_dora=True, lora_dropout=0.25, target_modules=["0"])
+    theirs = stock.inject_adapter_in_model(config, theirs).double().train()
+    layer = theirs[0]
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    torch.nn.init.normal_(layer.lora_magnitude_vector["default"].weight)
+    linear.__class__ = DoraLinear
+    held = {
+        "lora_a": layer.lora_A["default"].weight,
+        "lora_b": layer.lora_B["default"].weight,
+        "magnitude": layer.lora_magnitude_vector["default"].weight,
+    }
+    for name, weight in held.items():
+        setattr(linear, name, torch.nn.Parameter(weight.detach().clone()))
+    linear.scale, linear.dropout, linear.across, linear.first = 0.7, 0.25, lambda squares: squares, cut
+    linear.begin(1, "here", CPU)
+    linear.index = torch.arange(60).view(2, 30)
+    layer.lora_dropout["default"] = Keeps(kept(linear.index, linear.key, 64, 0.25, cut).double() / 0.75)
+    x = torch.randn(2, 30, 64, dtype=torch.float64, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    mine, wanted = linear(x), theirs(y)
+    assert torch.allclose(mine, wanted, rtol=1e-12)
+    mine.square().sum().backward()
+    wanted.square().sum().backward()
+    assert torch.allclose(x.grad, y.grad, rtol=1e-11)
+    for name, weight in held.items():
+        assert torch.allclose(getattr(linear, name).grad, weight.grad, rtol=1e-11), name
+    assert not torch.allclose(linear.eval()(x), mine)
+    linear.off = True
+    assert torch.equal(
+        linear.train()(x), F.linear(x, linear.weight) + linear.bias
+    )  # the reference of DPO drops nothing
+
+
 MIXTURE = ("arch.preset=tiny-moe", "arch.layers=2")
 SAVED = (*LORA, *MIXTURE, "steps=6", "checkpoint.every=4", "data.eval_fraction=0.0")
 
@@ -251,6 +305,9 @@ def trained_adapter(folder: Path, words: tuple[str, ...] = LORA) -> Path:
 
 
 MIXTRAL = ("arch.preset=tiny-moe", "arch.shared_experts=0", "arch.expert_ffn=192", "arch.layers=2")
+PHI3 = ("arch.preset=tiny-phi3", "arch.rope_share=0.5", "arch.layers=2")  # which no Llama's file can say
+GPT2 = ("arch.norm=layer", "arch.positions=learned", "arch.mlp=gelu_tanh", "arch.bias=true", "arch.tied=true")
+GPT2 = (*GPT2, "arch.kv_heads=8", "arch.layers=2")
 KINDS = {
     "lora": LORA,
     "dora": DORA,
@@ -258,6 +315,10 @@ KINDS = {
     "glm4-moe": (*LORA, "arch.preset=tiny-glm4-moe", "arch.layers=2"),
     "gpt-oss": (*LORA, "adapter.rslora=false", "arch.preset=tiny-gpt-oss", "arch.layers=2"),
     "mixtral": (*LORA, "adapter.targets=w3,q_proj", *MIXTRAL),
+    # Queries, keys and values in one matrix, in turns by heads; of GPT-2 transposed.
+    "phi3": (*LORA, "adapter.targets=q_proj,v_proj,up_proj", *PHI3),
+    "neox": (*DORA, "arch.preset=tiny-neox", "arch.layers=2"),
+    "gpt2": (*LORA, *GPT2),
 }
 
 
@@ -282,6 +343,13 @@ def test_peft_reads_what_was_trained_and_a_merged_model_is_the_same(folder, word
     assert any(text.startswith("merged = adapter + base") for text in said)
     assert merged.kind_to == "huggingface"
     assert (stock_logits(folder / "merged", tokens) - apart).abs().max() <= 1e-5 * apart.abs().max()
+
+
+def test_magnitudes_of_some_of_a_joined_matrix_are_merged_or_refused(folder):
+    path = trained_adapter(folder, (*DORA, "adapter.targets=q_proj", *PHI3))
+    with pytest.raises(InputError, match=r"blocks.0.attn.k.weight has no magnitude, and other parts .* --merge"):
+        convert(path, folder / "peft", lambda text: None)
+    assert convert(path, folder / "merged", lambda text: None, merge=True).kind_to == "huggingface"
 
 
 def test_an_adapter_beside_codes_is_merged_into_what_they_stand_for(folder):

@@ -33,6 +33,7 @@ LORA = ("adapter.kind=lora", "adapter.rank=3")  # odd, so that a sharded matrix 
 DORA = ("adapter.kind=dora", "adapter.rank=3")
 QLORA = ("adapter.kind=qlora", "adapter.rank=3", "arch.hidden=128", "arch.head_dim=16", "arch.ffn=384")
 FROZEN = ("optim.freeze=embed,blocks.0.*,blocks.1.attn",)
+FIRST_TWO = ("optim.freeze=embed,blocks.0.*,blocks.1.*",)  # which no backward reaches
 ANEW = ("full", "selective", "selective-1", "every-3", "first-1")
 FOUR_LAYERS = ("arch.layers=4",)
 COUNTS = 4 * 8  # bytes of four experts' counts of rows
@@ -119,6 +120,11 @@ TWO = {
         ("plan.tp=2", "arch.preset=tiny-deepseek-v3", *LORA, *TWICE, *BF16),
         ("plan.tp=2", *MOE, *QLORA, "arch.expert_ffn=128", "adapter.base=fp8", *BF16, "plan.recompute=full"),
         ("plan.shard=2", "plan.zero=2", *FROZEN, *TWICE),
+        ("plan.shard=2", "plan.zero=3", *FIRST_TWO, *FOUR_LAYERS, *TWICE),
+        ("plan.shard=2", "plan.zero=3", *FIRST_TWO, *FOUR_LAYERS, "plan.recompute=every-2"),
+        ("plan.shard=2", "plan.zero=3", "optim.freeze=embed,blocks,norm", *FOUR_LAYERS),
+        ("plan.shard=2", "plan.zero=3", "plan.ep=2", *MOE, *LORA, "adapter.targets=mlp.*"),
+        ("plan.cp=2", *MOE, "optim.freeze=embed,blocks.*.attn_norm,blocks.*.attn,blocks.0.mlp_norm"),
         ("plan.tp=2", *FROZEN, *BF16),
         ("plan.pp=2", "arch.tied=true", "optim.freeze=embed", *FOUR_TIMES),
     ],
@@ -188,6 +194,7 @@ FOUR = {
         ("plan.replicate=2", "plan.shard=2", "plan.zero=3", "plan.grad_reduce=int4", "plan.gather=int8", *TWICE),
         ("plan.replicate=2", "plan.shard=2", "plan.zero=1", "plan.grad_reduce=fp16", "plan.error_feedback=false"),
         ("plan.shard=4", "plan.zero=3", "plan.secondary_shard=2", *TWICE, *BF16, *ODD_GPT),
+        ("plan.shard=4", "plan.zero=3", "plan.secondary_shard=2", *FIRST_TWO, *FOUR_LAYERS),
         ("plan.shard=4", "plan.zero=3", "plan.secondary_shard=2", "plan.gather=int8", "plan.grad_reduce=int8"),
         ("plan.shard=4", "plan.zero=2", "plan.grad_reduce=int4", "plan.grad_reduce_node=2", *TWICE, *ODD_GPT),
         ("plan.shard=2", "plan.zero=3", "plan.tp=2", "plan.grad_reduce=int8", "plan.gather=int8", *BF16),
@@ -210,6 +217,7 @@ FOUR = {
     ],
     "ep": [
         ("plan.shard=4", "plan.zero=3", "plan.ep=2", *MOE, *TWICE),
+        ("plan.shard=4", "plan.zero=3", "plan.ep=2", *MOE, "optim.freeze=embed,blocks.0.*"),
         ("plan.replicate=2", "plan.shard=2", "plan.zero=2", "plan.ep=2", *MOE, *BF16),
         ("plan.replicate=4", "plan.ep=2", *MOE),
         ("plan.shard=2", "plan.zero=3", "plan.tp=2", "plan.ep=2", *MOE),

@@ -109,9 +109,6 @@ def compared(run: Run) -> Iterator[Problem]:
     """What it cannot have yet."""
     if run.objective != "dpo":
         return
-    if run.arch.copies_reference and run.arch.router_load_bias:
-        what = "objective = dpo is not offered beside a frozen copy with arch.router_load_bias, which every step moves"
-        yield Problem(what, "set adapter.kind = lora", "objective")
     others = {
         "plan.compile": run.plan.compile,
         "plan.deterministic": run.plan.deterministic,

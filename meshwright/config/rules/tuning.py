@@ -28,9 +28,6 @@ def _kind(run: Run) -> Iterator[Problem]:
         yield Problem(what, "leave it out", "init.optimizer_state")
     if not 0 <= adapter.dropout < 1:
         yield Problem(f"adapter.dropout = {adapter.dropout} is out of range", "use 0 to below 1", "adapter.dropout")
-    if adapter.dropout and adapter.kind == "dora":
-        what = "adapter.dropout is of LoRA: of DoRA programs drop different things"
-        yield Problem(what, "leave it out, or use adapter.kind = lora", "adapter.dropout")
     if not 0 < adapter.alpha < 1e6:  # a NaN lands here too
         yield Problem(f"adapter.alpha = {adapter.alpha} is out of range", "use a number above 0", "adapter.alpha")
 
@@ -131,6 +128,9 @@ def _plan(run: Run) -> Iterator[Problem]:
         yield Problem(what, "use plan.tp = 1, or leave adapter.dropout out", "adapter.dropout")
     if plan.precision == "fp8":
         yield from _multiplied(run)
+        if plan.tp > 1 and drops_beside_fp8(arch, plan.precision):
+            what = f"adapter.dropout of DoRA with plan.precision = fp8 is not proved under plan.tp = {plan.tp}"
+            yield Problem(what, "use plan.tp = 1 or plan.precision = bf16, or leave it out", "adapter.dropout")
 
 
 def multiplies_codes(arch: Arch) -> bool:
@@ -157,11 +157,17 @@ def drops_beside_experts(arch: Arch) -> bool:
     return arch.adapter.dropout > 0 and arch.experts > 0
 
 
-def cuts_tuned(arch: Arch, tp: int) -> bool:
+def drops_beside_fp8(arch: Arch, precision: str) -> bool:
+    """Whether frozen matrices are multiplied twice in FP8, once with what dropout leaves."""
+    return precision == "fp8" and arch.adapter.drops_rows
+
+
+def cuts_tuned(arch: Arch, tp: int, precision: str) -> bool:
     """Whether so many ranks of tp can cut a model's adapters and what is in few bits, by the rules of this file."""
     if tp == 1 or arch.tuning is msgspec.UNSET:
         return True
-    return cuts_adapters(arch, tp) and not drops_beside_experts(arch) and next(_cut_blocks(arch, tp), None) is None
+    dropped = drops_beside_experts(arch) or drops_beside_fp8(arch, precision)
+    return cuts_adapters(arch, tp) and not dropped and next(_cut_blocks(arch, tp), None) is None
 
 
 def _cut_blocks(arch: Arch, tp: int) -> Iterator[Param]:
@@ -187,7 +193,7 @@ def _held(run: Run) -> Iterator[Problem]:
     for param in _cut_blocks(arch, tp) if tp > 1 else ():
         layer, into = param.name.removesuffix(".weight"), param.shape[-1]
         what = f"plan.tp = {tp} would cut NF4 blocks: {layer} has {into} inputs, in blocks of {BLOCK}"
-        most = max(ranks for ranks in range(1, tp) if is_whole(held, into, ranks))
+        most = max(ranks for ranks in range(1, tp) if tp % ranks == 0 and is_whole(held, into, ranks))
         yield Problem(what, f"use plan.tp = {most} with plan.shard, or {plain.removeprefix('use ')}", "plan.tp")
         return
 

@@ -48,7 +48,11 @@ MISTAKES = [
     Mistake("train held.every=3", "held has a new name", "write eval"),
     Mistake("train plan.tpp=2", "plan.tpp is not a key", "did you mean plan.tp?"),
     Mistake("train lora.rank=8", "lora is not a key", "adapters are of [adapter], as in adapter.kind"),
-    Mistake("train adapter.kind=dora adapter.dropout=0.1", "adapter.dropout is of LoRA", "use adapter.kind = lora"),
+    Mistake(
+        "train adapter.kind=dora adapter.dropout=0.1 adapter.base=fp8 plan.precision=fp8 plan.tp=2",
+        "adapter.dropout of DoRA with plan.precision = fp8 is not proved under plan.tp = 2",
+        "use plan.tp = 1 or plan.precision = bf16",
+    ),
     Mistake(
         "train adapter.kind=lora adapter.dropout=0.1 adapter.targets=q_proj arch.preset=tiny-moe plan.tp=2",
         "not proved under",
@@ -60,6 +64,16 @@ MISTAKES = [
         "leave it out, or use adapter.targets",
     ),
     Mistake("train adapter.kind=dora adapter.rank=999", "larger than the 192 × 192 matrix", "use at most 192"),
+    Mistake(
+        "train arch.preset=tiny adapter.kind=qlora arch.hidden=128 arch.head_dim=16 arch.ffn=960 plan.tp=4 steps=1",
+        "plan.tp = 4 would cut NF4 blocks: blocks.0.attn.out has 128 inputs, in blocks of 64",
+        "use plan.tp = 2 with plan.shard",
+    ),
+    Mistake(
+        "train arch.preset=tiny adapter.kind=qlora arch.hidden=512 arch.head_dim=64 arch.ffn=960 plan.tp=4 steps=1",
+        "plan.tp = 4 would cut NF4 blocks: blocks.0.mlp.down has 960 inputs, in blocks of 64",
+        "use plan.tp = 1 with plan.shard",  # 960 are 15 blocks: three ranks would cut none, and are no part of four
+    ),
     Mistake(
         "train adapter.kind=qlora plan.tp=2 arch.ffn=192",
         "plan.tp = 2 would cut NF4 blocks: blocks.0.attn.out has 192 inputs, in blocks of 64",

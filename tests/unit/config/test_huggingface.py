@@ -112,6 +112,9 @@ def test_older_files_of_qwen_say_in_which_layer_windows_begin():
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": SCALING | {"factor": -1}}, "factor"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),  # which transformers does not look at in a Llama
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"model_type": "phi3", "partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         ({"layer_types": ["sliding_attention"] * 32}, "layer_types"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 32}, "layer_types"),
         ({"model_type": "qwen3", "layer_types": [[]] * 32}, "layer_types"),
@@ -277,6 +280,18 @@ def test_what_transformers_cannot_say_is_refused_by_field(name, change, field):
     with pytest.raises(InputError) as caught:
         config_of(msgspec.structs.replace(preset(name), **change))
     assert [problem.key for problem in caught.value.problems] == [f"arch.{field}"]
+
+
+def test_a_partial_rotation_is_written_where_transformers_reads_it():
+    partial = msgspec.structs.replace(preset("tiny-phi3"), rope_share=0.5)
+    written = config_of(partial)
+    assert (written["model_type"], written["partial_rotary_factor"]) == ("phi3", 0.5)
+    assert arch_of(written) == partial
+    whole = msgspec.structs.replace(preset("tiny-glm4-moe"), rope_share=1.0)  # where half is assumed
+    assert arch_of(config_of(whole)).rope_share == 1.0
+    for name in ("tiny-qwen3", "tiny-olmo2", "tiny-granite", "tiny-gemma"):
+        with pytest.raises(InputError, match="rope_share"):
+            config_of(msgspec.structs.replace(preset(name), rope_share=0.5))
 
 
 def test_the_family_follows_from_the_numbers():

@@ -19,6 +19,7 @@ from meshwright.cost.flops import (
     step_flops,
     utilization,
 )
+from meshwright.models import lora
 from meshwright.models.decoder import Decoder
 from meshwright.parallel import recompute
 from meshwright.parallel.model_spec import DECODER
@@ -74,12 +75,16 @@ def counted(arch: Arch, policy: str) -> int:
     decoder, trains = Decoder(arch), {param.name: param.trained for param in params(arch)}
     for name, weight in decoder.named_parameters():
         weight.requires_grad_(trains[name])
+    for module in (each for each in decoder.modules() if isinstance(each, lora.LoraLinear)):
+        module.begin(1, "", torch.device("cpu"))  # of dropout, where there is any
     model = recompute.keep_costly(decoder, plan, nobody, DECODER)
     model = recompute.keep_inputs(model, plan, nobody, DECODER)
     tokens = torch.arange(64).view(2, 32)
     # Torch counts the products of plain attention, not those of its fast kernel for CPUs.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        logits = model(tokens, tokens % 32, following=tokens) if arch.mtp_layers else (model(tokens, tokens % 32),)
+        following = {"following": tokens} if arch.mtp_layers else {}
+        found = model(tokens, tokens % 32, index=tokens, **following)
+        logits = found if arch.mtp_layers else (found,)
         sum(each.sum() for each in logits).backward()
     return counter.get_total_flops()
 
@@ -158,6 +163,7 @@ def tuned(arch: Arch, *freeze: str, **adapter: Any) -> Arch:
 
 PARTLY_TRAINED = {
     "adapters": tuned(changed("tiny"), kind="lora"),
+    "adapters with dropout": tuned(changed("tiny"), kind="lora", dropout=0.25),
     "adapters of what is last": tuned(changed("tiny-neox"), kind="lora", targets=("mlp.down",)),
     "adapters of experts": tuned(changed("tiny-moe"), kind="lora"),
     "adapters of experts alone": tuned(changed("tiny-moe"), kind="lora", targets=("mlp.experts.down",)),
@@ -174,3 +180,13 @@ def test_nothing_is_counted_beneath_the_first_weight_that_is_trained(arch):
     for policy in ("none", "full", "every-2"):
         plan = Plan(microbatch=2, recompute=policy)
         assert hardware_flops(arch, plan, 32, 2) == counted(arch, policy), policy
+
+
+def test_magnitudes_beside_dropout_multiply_what_is_left_as_well():
+    """Beside the same without dropout: norms of rows, whose products no token has a part in, are left out of FLOPs."""
+    torch.manual_seed(0)
+    plain, dropped = (tuned(changed("tiny"), kind="dora", dropout=share) for share in (0.0, 0.25))
+    for policy in ("none", "full", "every-2"):
+        plan = Plan(microbatch=2, recompute=policy)
+        more = hardware_flops(dropped, plan, 32, 2) - hardware_flops(plain, plan, 32, 2)
+        assert more == counted(dropped, policy) - counted(plain, policy) > 0, policy

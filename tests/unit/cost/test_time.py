@@ -6,16 +6,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.config.presets import preset
+from meshwright.cost.activations import activation_policy
+from meshwright.cost.flops import step_flops
 from meshwright.cost.job import Job
 from meshwright.cost.layer_time import block, ends, exposed, layer_model
 from meshwright.cost.primitives import call_seconds, flash_seconds, peak_of, product_seconds, rates, slowest
+from meshwright.cost.rank_view import stage_lengths
 from meshwright.cost.simulate import StageCost, makespan, play
-from meshwright.cost.step_time import Price, lower_bound, price, price_in, seconds_in, step_timeline, work_bound
+from meshwright.cost.step_time import (
+    Price,
+    kinds_of,
+    lower_bound,
+    price,
+    price_in,
+    seconds_in,
+    stage_passes,
+    step_timeline,
+    work_bound,
+)
 from meshwright.cost.traffic import bytes_by_axis, traffic
 from meshwright.cost.weight_time import held
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import StackSpeed, efficiencies, efficiency_of, stacks
-from meshwright.spec.params import count
+from meshwright.spec.params import count, params
 from meshwright.spec.plan import Plan, balanced_stages
 from meshwright.spec.schedule import actions, legal, stage_ranks
 from meshwright.spec.tuning import Adapter, Tuning
@@ -417,3 +430,32 @@ def test_a_ring_costs_what_it_sends_though_attention_hides_it():
     assert sent[1] - sent[0] > 100 * 2**30
     assert price(ring).seconds > 1.02 * price(spread).seconds  # more than two runs of the same differ
     assert share(price(ring), "cp") > 0
+
+
+def test_a_block_whose_attention_is_frozen_goes_back_through_the_rest_of_it():
+    """Above frozen embeddings nothing of its attention has a gradient; other blocks go back through all of theirs."""
+
+    def passes(*freeze: str, machines: str = "8xh100", **plan):
+        frozen = msgspec.structs.replace(ARCH, tuning=Tuning(freeze=("embed", *freeze)))
+        found = job(machines=machines, arch=frozen, **plan)
+        kinds, places = kinds_of(frozen, stage_lengths(frozen, found.plan))
+        of_model = [stage_passes(layer_model(found), kinds[place], activation_policy(found)) for place in places]
+        assert lower_bound(found) <= price(found).seconds * (1 + 1e-9)
+        return of_model[0].input, price(found).seconds, step_flops(frozen, found.sequence, found.plan.batch)
+
+    attention = ("blocks.0.attn_norm", "blocks.0.attn")
+    (every, all_seconds, all_flops), (some_of, seconds, flops) = passes(), passes(*attention)
+    _, less_seconds, less_flops = passes("blocks.0")
+    assert some_of.attention == pytest.approx(every.attention * (ARCH.layers - 1) / ARCH.layers)
+    matrices = [param for param in params(ARCH) if param.layer == 0 and param.is_matrix]
+    share = sum(param.numel for param in matrices if ".attn." in param.name) / sum(param.numel for param in matrices)
+    read = {"products": 1 - share / ARCH.layers, "elementwise": 1 - share / ARCH.layers}
+    for name, left in read.items():
+        assert getattr(some_of, name) == pytest.approx(getattr(every, name) * left)
+    assert less_seconds < seconds < all_seconds
+    # Of what freezing the whole block saves, as much as of FLOPs, but for the gradient of its matrices.
+    assert (all_seconds - seconds) / (all_seconds - less_seconds) == pytest.approx(
+        (all_flops - flops) / (all_flops - less_flops), rel=0.25
+    )
+    tp, tp_every = (passes(*freeze, tp=8)[0].tp for freeze in (attention, ()))
+    assert tp == pytest.approx(tp_every * (1 - 2 / 4 / ARCH.layers))  # of four collectives of its backward two are left

@@ -299,12 +299,15 @@ TUNED = {
     "stages that train nothing": Tuning(freeze=("embed", "blocks.0", "blocks.1", "blocks.2")),
     "blocks of NF4": Tuning(adapter=Adapter(kind="qlora", rank=4)),
     "dropout beside experts": Tuning(adapter=Adapter(kind="lora", rank=4, dropout=0.1)),
+    "dropout beside codes": Tuning(adapter=Adapter(kind="dora", rank=4, dropout=0.1, base="fp8")),
 }
 
 
-@pytest.mark.parametrize(("name", "model"), list(zip(TUNED, ("tiny", "tiny", "tiny-moe"), strict=True)))
+@pytest.mark.parametrize(("name", "model"), list(zip(TUNED, ("tiny", "tiny", "tiny-moe", "tiny"), strict=True)))
 def test_a_search_offers_no_plan_that_what_is_trained_forbids(name, model):
     asked = question(model, "4xh100", recompute="none")
+    if "codes" in name:
+        asked = msgspec.structs.replace(asked, precision="fp8")
     asked = msgspec.structs.replace(asked, arch=msgspec.structs.replace(asked.arch, tuning=TUNED[name]))
     found = list(plans(asked))
     assert found

@@ -20,7 +20,7 @@ from meshwright.data.mask import MaskedSample, Masker, _Text
 from meshwright.data.pack import Arrays, BestFitPacking
 from meshwright.data.prepare import prepare
 from meshwright.spec.arch import Arch
-from meshwright.spec.params import params
+from meshwright.spec.params import buffers, params
 from meshwright.spec.tuning import Adapter, Tuning
 from meshwright.verify import tune
 
@@ -41,7 +41,7 @@ def made_home(made: Path, arch: Arch) -> Path:
     """A Hugging Face folder made on the spot, and conversations."""
     byte_level().save(str(made / "tokenizer.json"))
     drawn = SeededWeights(arch, 3)
-    weights = ((param.name, drawn.tensor(param.name)) for param in params(arch))
+    weights = ((param.name, drawn.tensor(param.name)) for param in (*params(arch), *buffers(arch)))
     save_native(made / "native", arch, weights, made / "tokenizer.json")
     convert(made / "native", made / "hf", lambda text: None)
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
@@ -251,3 +251,14 @@ def test_the_verb_writes_a_certificate_and_answers_programs(home, tmp_path, monk
     assert [check["name"] for check in answer["checks"]][:3] == ["mask", "stop", "packing"]
     assert json.loads((tmp_path / "out/certificate.json").read_bytes())["checks"] == answer["checks"]
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["certificate.json"]
+    assert "\n4 of 7 checks passed, nothing to look at for base, adapter, merge; certificate: out" in done.stderr
+
+
+def test_a_model_with_a_load_bias_is_proved_as_well(tmp_path):
+    routed = {"router_score": "sigmoid", "router_load_bias": True, "experts": 4, "expert_ffn": 16, "top_k": 2}
+    arch = msgspec.structs.replace(
+        ARCH, **routed, dense_layers=1, shared_experts=1, qk_norm="head", attention_bias="qkv"
+    )
+    home = made_home(tmp_path, arch)
+    found = certified(home, tmp_path / "proof")
+    assert {name for name, check in found.items() if check.verdict == "passed"} == {"mask", "stop", "packing", "export"}

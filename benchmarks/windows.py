@@ -54,10 +54,11 @@ def compared(shape: Shape) -> dict[str, Any]:
     wanted = torch.randn_like(q)
     dense = fastest_attention(q, k, v, None).detach()
     blocks = partial(document_attention, mask=build_mask(one, shape.window), how=how)
-    few = [x.detach()[:, :, : 2 * shape.window + 128].double() for x in (q[:, :1], k[:, :1], v[:, :1])]
-    length = few[0].shape[2]
+    few, keys, values = (x.detach()[:, :1, : 2 * shape.window + 128].double() for x in (q, k, v))
+    length = few.shape[2]
     alone = how._replace(sinks=None if sinks is None else sinks[:1])
-    exact = scored_attention(*few, visible(one[:, :length], length, shape.window, q.device), alone)
+    seen = visible(one[:, :length], length, shape.window, q.device)
+    exact = scored_attention(few, keys, values, seen, alone)
     with torch.no_grad():
         near = blocks(q, k, v)[:, :1, :length].double()
     row: dict[str, Any] = {"shape": shape._asdict(), "deviation": ((near - exact).norm() / exact.norm()).item()}

@@ -74,8 +74,11 @@ FP8_CODES_TURNED = 2  # of a weight that is held in FP8: read and written
 QUANTIZED_BYTES = {"fp8": (1.0, 17.0), "int8": (17.0, 9.0)}
 # Bytes moved for an element that is decoded by the operators of kernels/coded.py: half a byte becomes half an index of
 # four, which is read for an fp32 number; that is scaled in place, and read to be written narrow.
-DECODE_PASSES = 0.5 + 2 * 2 + 4 + 2 * 4 + 4 + 2
-SUM_PASSES = 3  # of an adapter's output, added to its layer's: both are read, and the sum written
+DECODED_BYTES = 0.5 + 2 * 2 + 4 + 2 * 4 + 4 + 2
+NF4_BYTES = 0.5 + 2  # the same by the kernel that decodes NF4
+# Passes over an adapter's output, added to its layer's: both are read, and the sum written; a compiled block adds where
+# it multiplies, and reads one.
+SUM_PASSES, COMPILED_SUM_PASSES = 3, 1
 SELECTED = 0.5  # of all blocks, where a stack recomputes some of them and does not say how many
 CAP_PASSES = 11  # of the logits, by a softcap and its gradient, none of them fused
 EMBEDDING_PASSES = 6  # of the hidden states, by the lookup, its dropout and the scattered gradient
@@ -243,8 +246,9 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
         cp=_over_cp(at, backward, back=True),
         ep=ep,
     )
+    each = NF4_BYTES if arch.adapter.held == "nf4" and at.plan.kernels != "plain" else DECODED_BYTES
     decoded, decoded_back = (
-        TimeTerms(elementwise=moved_seconds(elements / tp * DECODE_PASSES, at.rates))
+        TimeTerms(elementwise=moved_seconds(elements / tp * each, at.rates))
         for elements in decoded_elements(arch, at.plan, mixture)
     )
     going, coming = going + decoded, coming + decoded_back
@@ -292,12 +296,13 @@ def _adapters(at: LayerModel, mixture: bool) -> PassTimes:
     None is in FP8.
     """
     forward = coming = weight = NOTHING
+    passes = COMPILED_SUM_PASSES if at.policy.compiled else SUM_PASSES
     for out, into, routed in adapted_shapes(at.arch, mixture):
         rank, out, into = at.arch.adapter.rank, out / at.plan.tp, into
         held = at.arch.experts / at.plan.ep if routed else 1
         tokens = at.tokens * (_rows_per_token(at) if routed else 1)
         down, up = (held * _head_product(tokens / held, n, k, at) for n, k in ((rank, into), (out, rank)))
-        summed = moved_seconds(SUM_PASSES * tokens * out * at.rates.width, at.rates)
+        summed = moved_seconds(passes * tokens * out * at.rates.width, at.rates)
         forward += TimeTerms(products=down + up, elementwise=summed)
         coming += TimeTerms(products=down + up, elementwise=summed * into / out)
         if at.arch.adapter.dropout:  # drawn, and drawn again

@@ -251,7 +251,7 @@ def test_the_verb_writes_a_certificate_and_answers_programs(home, tmp_path, monk
     assert [check["name"] for check in answer["checks"]][:3] == ["mask", "stop", "packing"]
     assert json.loads((tmp_path / "out/certificate.json").read_bytes())["checks"] == answer["checks"]
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["certificate.json"]
-    assert "\n4 of 7 checks passed, nothing to look at for base, adapter, merge; certificate: out" in done.stderr
+    assert "\n4 of 7 checks passed, nothing to look at for base, adapter, merge; certificate: out" in printed.err
 
 
 def test_a_model_with_a_load_bias_is_proved_as_well(tmp_path):

@@ -71,6 +71,7 @@ ROWS = (
     Row("lora", "llama3.1-8b", 0, 2, 4096, words=LORA, peer="peft"),
     Row("lora-fp8", "llama3.1-8b", 0, 2, 4096, FP8, f"{LORA} adapter.base=fp8", peer=""),
     Row("qlora", "llama3.1-8b", 0, 2, 2048, words=QLORA, peer=""),
+    Row("qlora-offload", "llama3.1-8b", 0, 2, 2048, words=f"{QLORA} plan.activation_offload=true", peer=""),
 )
 
 
@@ -84,7 +85,7 @@ def in_small(row: Row) -> Row:
     """The same row of a tiny model, which a CPU takes."""
     plan = row.plan.replace(",compile=true", "").replace("fp8", "bf16")
     # Of QLoRA's blocks of 64 inputs every matrix of a model has whole ones.
-    wide = " arch.hidden=128 arch.head_dim=32 arch.ffn=384" if row.name in ("qlora", "lora-fp8") else ""
+    wide = " arch.hidden=128 arch.head_dim=32 arch.ffn=384" if "qlora" in row.name or "fp8" in row.name else ""
     return row._replace(preset=row.tiny, layers=0, microbatch=2, sequence=64, plan=plan, words=row.words + wide)
 
 
@@ -191,6 +192,11 @@ def transformers_model(row: Row, device: Any) -> tuple[Any, int]:
     return model, arch.vocab
 
 
+def keep(records: dict[str, Any], file: Path) -> None:
+    """Write what was measured so far, in the order of the table."""
+    file.write_text(json.dumps([records[each.name] for each in ROWS if each.name in records], indent=1) + "\n")
+
+
 def line(row: Row, found: dict[str, Any]) -> str:
     """A row of the table."""
     mine, theirs, like = found["ours"], found["peer"], found["like"]
@@ -232,16 +238,18 @@ def main() -> None:
     for row in (each for each in ROWS if not options.only or each.name in options.only):
         row = in_small(row) if options.tiny else row
         row = row._replace(layers=options.layers) if options.layers else row
-        found = {"row": row._asdict(), "ours": ours(row, words_of(row), options)}
-        found["peer"] = peer(row) if options.peers and row.peer else {}
-        found["like"] = ours(row, as_llama(arch_of(row)), options) if row.like and not options.alone else {}
+        found = {"row": row._asdict(), "ours": ours(row, words_of(row), options), "peer": {}, "like": {}}
         records[row.name] = found
+        keep(records, options.out)  # before a peer that may take longer than there is time for
+        if row.like and not options.alone:
+            found["like"] = ours(row, as_llama(arch_of(row)), options)
+            keep(records, options.out)
+        if options.peers and row.peer:
+            found["peer"] = peer(row)
+            keep(records, options.out)
         print(line(row, found), flush=True)
         for bar in (found["ours"].get("waterfall") or {}).get("shares", []):
             print(f"    {bar['name']:<24}{bar['seconds'] * 1e3:>10.1f} ms{bar['share']:>8.1%}")
-        options.out.write_text(
-            json.dumps([records[each.name] for each in ROWS if each.name in records], indent=1) + "\n"
-        )
 
 
 if __name__ == "__main__":

@@ -91,9 +91,8 @@ def in_small(row: Row) -> Row:
 
 def ours(row: Row, words: list[str], options: argparse.Namespace) -> dict[str, Any]:
     """Our own step of a model."""
-    sizes = [f"batch={row.microbatch}", f"sequence={row.sequence}", *row.words.split()]
     more = ["--waterfall"] if options.waterfall else []
-    return benched([*words, *sizes], row.plan, options.folder, options.runs, *more)
+    return benched([*words, *sizes_of(row)], row.plan, options.folder, options.runs, *more)
 
 
 def words_of(row: Row) -> list[str]:
@@ -101,15 +100,19 @@ def words_of(row: Row) -> list[str]:
     return [row.preset, *([f"arch.layers={row.layers}"] if row.layers else [])]
 
 
+def sizes_of(row: Row) -> list[str]:
+    """What is said beside a model, whichever it is."""
+    return [f"batch={row.microbatch}", f"sequence={row.sequence}", *row.words.split()]
+
+
 def promise_again(file: Path) -> None:
     """Give what is ours in a record today's promise."""
     records = json.loads(file.read_text())
     for record in records:
         row = Row(**record["row"])
-        sizes = [f"batch={row.microbatch}", f"sequence={row.sequence}", *row.words.split()]
         for key, words in (("ours", words_of(row)), ("like", as_llama(arch_of(row)))):
             if record[key]:
-                record[key] |= promised([*words, *sizes], row.plan, record[key])
+                record[key] |= promised([*words, *sizes_of(row)], row.plan, record[key])
         print(line(row, record))
     file.write_text(json.dumps(records, indent=1) + "\n")
 

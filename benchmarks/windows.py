@@ -42,7 +42,7 @@ SHAPES = (
 
 
 def compared(shape: Shape) -> dict[str, Any]:
-    """Both ways at one shape; how far the window's result is from all scores' is of the first 512 positions."""
+    """Both ways at one shape; how far the window's result is from all scores' is of one head's first two windows."""
     torch.manual_seed(0)
     q, k, v = (
         torch.randn(1, heads, shape.length, shape.head_dim, dtype=torch.bfloat16, device="cuda", requires_grad=True)

@@ -42,7 +42,7 @@ def add_bench(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--steps", type=words.count, default=10, help="steps that count, after the warm-up (default 10)")
     verb.add_argument(
-        "--warm-up", type=words.count, default=5, metavar="N", help="steps before those (default 5; 1 if they are long)"
+        "--warm-up", type=words.count, metavar="N", help="steps before those (default 5; 1 if they are long)"
     )
     verb.add_argument(
         "--waterfall", action="store_true", help="profile steps: where the time goes, from peak to achieved"
@@ -96,8 +96,9 @@ def bench(options: argparse.Namespace) -> int:
         plans += [(name, plan.format(n=options.ranks or SWEPT)) for name, plan in sweep.FAMOUS.items()]
     steps = options.steps + (TRACED if options.waterfall else 0)
     ranks = None if options.sweep else options.ranks  # whose plans have them already
+    warm_up = options.warm_up or sweep.WARM_UP
     planned = sweep.runs(
-        target, overrides, plans or [("", "")], steps, options.folder, say, ranks=ranks, warm_up=options.warm_up
+        target, overrides, plans or [("", "")], steps, options.folder, say, ranks=ranks, warm_up=warm_up
     )
     if here is None and options.ranks is None:
         found = [problem for _, run in planned for problem in preflight.device_problems(run, env.gpu_names())]
@@ -144,7 +145,7 @@ def _setup(options: argparse.Namespace, here: Place | None, most: int) -> "Sweep
         folder=options.folder,
         machine=PredictionSource(given=given, probed=probed),
         traced=TRACED if options.waterfall else 0,
-        warm_up=options.warm_up,
+        warm_up=options.warm_up or sweep.WARM_UP,
     )
 
 

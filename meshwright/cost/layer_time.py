@@ -23,6 +23,7 @@ from meshwright.cost.activations import (
     block_kept,
     microbatch_shape,
     moved_bytes,
+    projects,
     sent_rows,
 )
 from meshwright.cost.flops import reads_gradient
@@ -642,7 +643,7 @@ def _projection(at: LayerModel) -> PassTimes:
         ),
         input=TimeTerms(products=back, elementwise=2 * logits / 3, tp=collected),
         weight=TimeTerms(products=_head_product(vocab, arch.hidden, at.tokens, at), elementwise=kept)
-        if arch.trains("embed.weight" if arch.tied else "head.weight")
+        if projects(arch)
         else NOTHING,
     )
 

@@ -142,26 +142,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Muon's update alone and whole steps beside AdamW's.")
     parser.add_argument("--only", choices=SHAPES, action="append", help="a shape; may be repeated")
     parser.add_argument("--steps-too", action="store_true", help="whole steps by `meshwright bench` too")
-    parser.add_argument("--out", type=Path, help="the record")
+    parser.add_argument("--no-updates", action="store_true", help="whole steps alone")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, action="append", help="of the steps; may be repeated")
+    parser.add_argument("--out", type=Path, help="the record; rows of it that are not made again stay")
     options = parser.parse_args()
     usual = ["llama3-1b", "llama3-8b-16"] if torch.cuda.is_available() else ["small"]
     shapes = options.only or usual
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    old = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
     record: dict[str, Any] = {"device": name, "torch": torch.__version__, "updates": [], "steps": []}
+    for rows in ("updates", "steps"):
+        record[rows] = old.get(rows, [])
     for shape in shapes:
-        record["updates"].append(row := update(shape))
-        print(
-            f"{shape}: Muon {1e3 * row['muon seconds']:.1f} ms, {row['flops'] / 1e12:.2f} TFLOP, "
-            f"{row['flops'] / row['muon seconds'] / 1e12:.1f} of {row['matmul rate'] / 1e12:.1f} TFLOP/s "
-            f"({row['share of it']:.0%}); AdamW {1e3 * row['adamw seconds']:.1f} ms, "
-            f"with int8 states {1e3 * row['adamw int8 seconds']:.1f} ms",
-            flush=True,
-        )
-        for optimizer in OPTIMIZERS if options.steps_too else ():
-            record["steps"].append(found := step(shape, optimizer))
+        if not options.no_updates:
+            keep(record["updates"], row := update(shape), "shape")
+            print(
+                f"{shape}: Muon {1e3 * row['muon seconds']:.1f} ms, {row['flops'] / 1e12:.2f} TFLOP, "
+                f"{row['flops'] / row['muon seconds'] / 1e12:.1f} of {row['matmul rate'] / 1e12:.1f} TFLOP/s "
+                f"({row['share of it']:.0%}); AdamW {1e3 * row['adamw seconds']:.1f} ms, "
+                f"with int8 states {1e3 * row['adamw int8 seconds']:.1f} ms",
+                flush=True,
+            )
+        for optimizer in (options.optimizer or OPTIMIZERS) if options.steps_too else ():
+            keep(record["steps"], found := step(shape, optimizer), "shape", "optimizer")
             print(json.dumps(found)[:600], flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(record, indent=2) + "\n")
         if options.out:
             options.out.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def keep(rows: list[dict[str, Any]], row: dict[str, Any], *key: str) -> None:
+    """Put a row in the place of the one that has its key, or last."""
+    rows[:] = [each for each in rows if any(each[name] != row[name] for name in key)] + [row]
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 def rank_main(rank: int, world: int, port: int, folder: Path) -> None:
     """One rank: wait until all are there, then check, and say how long it took."""
     from meshwright.runtime import doctor, meeting
-    from meshwright.runtime.nvml import gpu_health
+    from meshwright.runtime.devices import gpu_health
     from meshwright.runtime.place import Place
 
     place = Place(

@@ -13,12 +13,12 @@ import msgspec
 from meshwright.cli import env
 from meshwright.cli import options as words
 from meshwright.runtime import doctor as facts_of
+from meshwright.runtime.devices import gpu_health
 from meshwright.runtime.doctor import Finding, LinkFacts, RankFacts
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.files import replace_file, require_folder
 from meshwright.runtime.links import LinkServer, call, own_address, rounds
 from meshwright.runtime.meeting import named
-from meshwright.runtime.nvml import gpu_health
 from meshwright.runtime.place import ALONE, Place
 from meshwright.spec.problem import mistake
 from meshwright.spec.units import plural

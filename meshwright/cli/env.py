@@ -39,16 +39,16 @@ def rank_variable(here: Place) -> str:
 
 def default_ranks() -> int:
     """One for each GPU, or two on a CPU."""
-    from meshwright.runtime.machine import gpus
+    from meshwright.runtime.devices import gpus
 
     return gpus(os.environ) or 2
 
 
 def gpu_names() -> list[str]:
     """The GPUs of this machine that ranks may use, as their driver names them."""
-    from meshwright.runtime import machine
+    from meshwright.runtime import devices
 
-    return machine.gpu_names(os.environ)
+    return devices.gpu_names(os.environ)
 
 
 def attempt() -> int:

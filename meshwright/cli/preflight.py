@@ -16,8 +16,8 @@ from meshwright.cost.calibrate import trainer
 from meshwright.cost.memory import fits, ledger
 from meshwright.hardware.cluster import Cluster, catalogue, cluster, cluster_of_device, recognised
 from meshwright.runtime import run_folder
+from meshwright.runtime.devices import free_host_bytes
 from meshwright.runtime.failure import Exit
-from meshwright.runtime.machine import free_host_bytes
 from meshwright.runtime.object_store import require_writable, telling
 from meshwright.runtime.run_folder import ROOM, lack_of_room
 from meshwright.search import budget

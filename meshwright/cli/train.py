@@ -202,8 +202,7 @@ def _supervised(
     """
     from meshwright.data.prepare import described, prepare
     from meshwright.runtime import ranks
-    from meshwright.runtime.supervise import Supervisor
-    from meshwright.runtime.watch import StopRequest
+    from meshwright.runtime.supervise import StopRequest, Supervisor
 
     say, people = _teller(options.json), sys.stderr if options.json else sys.stdout
     log = folder / "logs" / "fork_server.txt"
@@ -371,7 +370,7 @@ def _serve(run: Run, here: Place, folder: Path, options: argparse.Namespace, pat
 def _warn_of_machine(rank: int) -> None:
     """What the doctor would say of this machine alone, which takes milliseconds; training may do without."""
     from meshwright.runtime import doctor
-    from meshwright.runtime.nvml import gpu_health
+    from meshwright.runtime.devices import gpu_health
 
     seen = msgspec.structs.replace(doctor.look(env.gpu_names()), rank=rank, health=gpu_health())
     for found in doctor.findings([seen], [], env.of_ranks()):
@@ -396,7 +395,7 @@ def _met(here: Place, folder: Path, options: argparse.Namespace, patience: float
 def _tell_end(code: int, run: Run, folder: Path, options: argparse.Namespace) -> None:
     """How a run ended that somebody else's ranks made."""
     from meshwright.runtime import run_folder as folders
-    from meshwright.runtime.watch import newest_step
+    from meshwright.runtime.supervise import newest_step
 
     if code == Exit.DONE:
         _tell(folders.read_summary(folder), run, options)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.config.run import Run
 from meshwright.parallel import precision
-from meshwright.runtime.machine import free_host_bytes
+from meshwright.runtime.devices import free_host_bytes
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.problem import InputError, Problem, mistake
 

@@ -1,24 +1,27 @@
-"""Optimizer-state offload: states in host memory or on disk, updated while the next forward runs.
+"""Optimizer offload: states in host memory or on disk, updated while the next forward runs.
 
 A step hands its gradients to a thread and returns. The thread updates the pieces in the order in which a forward needs
 them: states two pieces ahead are being read, those behind are being written back, and a group's gate opens when the
-last of its pieces is done. A piece has fp32 master and states, or a split master weight and bf16 states, which are
-rounded stochastically: rounded to nearest, one that changes by less than half a unit in a step would never change.
+last of its pieces is done. Each part of the model waits, when it is called, for the update of its own weights alone;
+the wait is measured. A piece has fp32 master and states, or a split master weight and bf16 states, which are rounded
+stochastically: rounded to nearest, one that changes by less than half a unit in a step would never change.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.config.run import Run
+from meshwright.models.decoder import Decoder
 from meshwright.optim import host_memory
 from meshwright.optim.clip import GradStats
 from meshwright.optim.host_memory import (
@@ -38,9 +41,153 @@ from meshwright.optim.host_memory import (
 from meshwright.optim.interface import Optimizer, Tensors, UpdateRule, UpdateTerms
 from meshwright.optim.master_weights import join, round_stochastic, rounding_bits, split
 from meshwright.optim.resident import rule_of
-from meshwright.parallel import optimizer_offload, precision
-from meshwright.parallel.model_spec import note
-from meshwright.parallel.optimizer_offload import CopyStream, Gates, Mark, OffloadGroup, reached
+from meshwright.parallel import precision
+from meshwright.parallel.model_spec import ModelSpec, note, with_weights
+from meshwright.spec.plan import Plan
+
+Mark = torch.cuda.Event | None  # a point in a stream; None on a CPU, where work is done at once
+
+
+class CopyStream:
+    """A CUDA stream beside the main one; on a CPU work is done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def open(self) -> AbstractContextManager[Any]:
+        """The context whose work goes to this stream."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def mark(self) -> Mark:
+        """An event at the end of the stream so far."""
+        if self.stream is None:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return event
+
+    def wait(self, mark: Mark) -> None:
+        """Let later work of this stream wait for an event."""
+        if self.stream is not None and mark is not None:
+            self.stream.wait_event(mark)
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of a tensor of the main stream until this stream is done with it."""
+        if self.stream is not None:
+            tensor.record_stream(self.stream)
+
+
+def reached(mark: Mark) -> None:
+    """Let the host wait for an event."""
+    if mark is not None:
+        mark.synchronize()
+
+
+def here(device: torch.device) -> Mark:
+    """An event in the main stream."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadGroup:
+    """Weights that are updated together, and the module whose call needs them first."""
+
+    door: nn.Module
+    weights: list[nn.Parameter]
+
+
+def groups(model: nn.Module, model_spec: ModelSpec) -> list[OffloadGroup]:
+    """All trained weights of a model in the order in which a forward needs them.
+
+    What is shared belongs to its first use.
+    """
+    blocks = list(with_weights(model_spec.blocks(model)))
+    last: list[nn.Module] = []
+    if isinstance(model, Decoder) and model.norm is not None:  # which is called; the head may only be read
+        last = [module for module in (model.norm, model.head) if module is not None]
+    later = {id(weight) for module in (*blocks, *last) for weight in module.parameters()}
+    first = [weight for weight in model.parameters() if id(weight) not in later]
+    doors = [(model, first), *((block, list(block.parameters())) for block in blocks)]
+    if last:
+        doors.append((last[0], [weight for module in last for weight in module.parameters()]))
+    found, seen = [], set[int]()
+    for door, weights in doors:
+        mine = [weight for weight in weights if weight.requires_grad and id(weight) not in seen]
+        found.append(OffloadGroup(door, mine))
+        seen |= set(map(id, weights))
+    return found
+
+
+def cast_params(chunks: Iterable[nn.Module], plan: Plan) -> None:
+    """Cast parameters on the meta device to the compute dtype; the master weights will be offloaded."""
+    for chunk in chunks:
+        for weight in (each for each in chunk.parameters() if each.requires_grad):  # frozen ones are cast already
+            assert weight.is_meta
+            weight.data = weight.data.to(precision.compute_dtype(plan))
+
+
+def accumulate_fp32(chunks: Iterable[nn.Module], plan: Plan) -> None:
+    """Let gradients of several microbatches be accumulated in the master dtype."""
+    if plan.grad_accum == 1:
+        return
+    for chunk in chunks:
+        for weight in (each for each in chunk.parameters() if each.requires_grad):
+            weight.grad_dtype = precision.weight_dtype(plan)
+
+
+class Gates:
+    """One gate per group: closed when an update begins, opened when the group's weights are updated."""
+
+    def __init__(self, groups: Sequence[OffloadGroup], device: torch.device) -> None:
+        self.device = device
+        self.gates: list[Future[Mark] | None] = [None] * len(groups)
+        self.waits: list[tuple[Mark, Mark, float]] = []  # since the gates were closed: by both clocks
+        self.earlier = self.waits  # of the step before
+        for number, group in enumerate(groups):
+            group.door.register_forward_pre_hook(partial(self._pass, number))
+
+    def close(self) -> None:
+        """Close all gates: an update begins."""
+        self.gates = [Future() for _ in self.gates]
+        self.earlier, self.waits = self.waits, []
+
+    def open(self, number: int, mark: Mark) -> None:
+        """Open a group's gate: its weights are updated once the device reaches the mark."""
+        gate = self.gates[number]
+        if gate is not None:
+            gate.set_result(mark)
+
+    def fail(self, error: BaseException) -> None:
+        """Raise an update's error in whoever waits for it."""
+        for gate in self.gates:
+            if gate is not None and not gate.done():
+                gate.set_exception(error)
+
+    def _pass(self, number: int, module: nn.Module, arguments: Any) -> None:
+        gate = self.gates[number]
+        if gate is None:  # passed before in this step: another microbatch, or a recomputed block
+            return
+        before, began = here(self.device), time.perf_counter()
+        mark = gate.result()
+        if mark is not None:
+            torch.cuda.current_stream(self.device).wait_event(mark)
+        self.waits.append((before, here(self.device), time.perf_counter() - began))
+        self.gates[number] = None
+
+    def stall_seconds(self) -> float:
+        """Seconds the device waited at the gates in the last whole step; waits for that step."""
+        total = 0.0
+        for before, after, seconds in self.earlier:
+            if before is not None and after is not None:
+                after.synchronize()
+                seconds = before.elapsed_time(after) / 1000
+            total += seconds
+        return total
+
 
 CPU_RUN = 1 << 20  # elements at a time on a CPU: temporaries stay in its caches
 DRAWN = (0, 16)  # where each state has its 16 bits in a draw of 32: room for two states
@@ -315,12 +462,12 @@ class OffloadedOptimizer(Optimizer):
         gradients = [weight.grad for weight in self.weights]
         terms = UpdateTerms(rate, 0.0, self._count, verdict.factor, verdict.finite)  # each piece has its own decay
         self.gates.close()
-        self.running = self.threads.submit(self._run, terms, gradients, optimizer_offload.here(self.device))
+        self.running = self.threads.submit(self._run, terms, gradients, here(self.device))
 
     def settle(self) -> None:
         """Wait until the last update is complete, on the host and on the device."""
         self._join()
-        optimizer_offload.reached(self.ended)
+        reached(self.ended)
 
     def stall_seconds(self) -> float:
         """How long the last step's forward has waited for the update before it. Waits for that step."""
@@ -359,7 +506,7 @@ class OffloadedOptimizer(Optimizer):
         except BaseException as error:
             self.gates.fail(error)
             raise
-        optimizer_offload.reached(self.ended)
+        reached(self.ended)
         self.update_seconds = time.perf_counter() - began
 
     def _update_all(self, gradients: list[Tensor | None], terms: UpdateTerms) -> None:

@@ -1,4 +1,4 @@
-"""What optimizers that compress have in common: gradients that stay each replica's own, and the phases of a run.
+"""Optimizers that compress to one bit (1-bit Adam, 0/1 Adam, 1-bit LAMB), and what they have in common.
 
 Replicas do not add up their gradients in the backward. A worker's gradient is its own samples' share of the loss times
 the number of replicas, so that the mean over workers is the gradient of the whole batch, however unlike their numbers
@@ -15,6 +15,40 @@ scales of its own, so that weights whose momenta differ by orders of magnitude c
 
 The norm that clips is the gradient's in an exact step. In others nobody has the mean: it is the root mean square over
 the workers of their gradients' norms, which is never below that of the mean.
+
+1-bit Adam (Tang et al. 2021): Adam until the variance is stable, then momentum in one bit with the variance frozen.
+
+    warm-up     m ← β₁m + (1 − β₁)g,  v ← β₂v + (1 − β₂)g²,  w ← (1 − ηλ)w − η · m/(1 − β₁ᵗ) / (√(v/(1 − β₂ᵗ)) + ε)
+    after it    m_i = β₁m + (1 − β₁)g_i on each worker,  m ← their mean in one bit, with error feedback both ways
+                w ← (1 − ηλ)w − η · m/(1 − β₁ᵗ) / (√v + ε)
+
+The warm-up, `optim.freeze_step` steps, is AdamW over the sum of all gradients. At its end v is divided by its bias.
+The paper has no weight decay and its code no correction of the bias: both are as in AdamW here.
+
+0/1 Adam (Lu et al. 2022): no warm-up, but a variance that is updated more and more rarely; then local steps.
+
+Until `optim.freeze_step`, in `variance_steps` (spec/communication.py: so many, as many at half the rate, …)
+gradients are summed exactly and update both moments; in the others a mean gradient of one bit updates the first. Then:
+
+    m_i ← β₁m_i + (1 − β₁)g_i,  u_i ← u_i + η · m_i,  w_i ← w_i − η · m_i / (√v + ε)          on each worker alone
+    at a sync:  u ← mean of u_i in one bit, with error feedback,  m ← u ÷ Ση
+                w ← x − u / (√v + ε)  with x the weights as last synced,  u_i ← 0,  x ← w
+
+The steps between two syncs double every `optim.local_step_scaler` steps up to `optim.local_step_clipper`. Errors begin
+anew at the freeze, as in the code of its authors, who undo a worker's steps to get x: x is kept here, so that replicas
+have the same bits. Moments are divided by their bias, and decay is ηλx, which is the same on all replicas.
+
+1-bit LAMB (Li et al. 2021): LAMB until the variance is stable, then momentum in one bit and frozen trust ratios.
+
+    warm-up     as LAMB, with  c ← 0.9c + 0.1 · ‖w‖/‖r‖  of each matrix, divided by its bias at the end
+    after it    m ← mean of β₁m + (1 − β₁)g_i in one bit,  g̃ = (m − β₁m′)/(1 − β₁) with m′ the momentum before
+                ṽ ← β₂ṽ + (1 − β₂)g̃²,  p = m/(1 − β₁ᵗ) / (√v + ε),  r = p + λw
+                f = max of (√v + ε)/(√ṽ + ε), of which decay takes its part,  0.5 ≤ f ≤ 4,  within 10 % of the last f
+                w ← w − η · f · c · r
+
+The frozen ratio follows how the variance has changed since the freeze, as the momentum that all received tells it. The
+paper scales momenta of layers to one size before it compresses them together: here each has scales of its own. Vectors
+have no ratio and no decay, as in `optim/lamb.py`.
 """
 
 from abc import abstractmethod
@@ -29,7 +63,15 @@ from meshwright.optim.interface import Optimizer, UpdateTerms, WeightShard, Whol
 from meshwright.optim.master_weights import given
 from meshwright.optim.outer import Meeting, NoOuterLoop
 from meshwright.parallel.mesh import Mesh, all_gather, local
-from meshwright.spec.communication import SCALE_BYTES, SERVER_ERROR, WORKER_ERROR, Exchange, chunk_length, exchange_of
+from meshwright.spec.communication import (
+    SCALE_BYTES,
+    SERVER_ERROR,
+    WORKER_ERROR,
+    Exchange,
+    chunk_length,
+    exchange_of,
+    variance_updates,
+)
 
 BITS = 8  # in a byte
 
@@ -255,3 +297,165 @@ class SignExchange:
         """Zero what fills up this server's chunks: it has a sign too."""
         for part, size in zip(chunk.split(self._lengths(sizes), 1), sizes, strict=True):
             part[:, max(size - self.number * part.shape[1], 0) :] = 0
+
+
+class OneBitAdamRule(MomentumRule):
+    """The update of 1-bit Adam."""
+
+    def warm_up(self, shard: WeightShard, terms: UpdateTerms) -> None:
+        """AdamW, whose variance is freed of its bias at the end."""
+        gradient = shard.gradient()
+        shard.keep({"first": self.momentum(shard, gradient), "second": self.variance(shard, gradient)}, terms)
+        second = shard.states["second"] / self.bias(self.optim.beta2, terms, gradient)
+        self._move(shard, second, terms)
+        if self.freezes:
+            shard.states["second"].copy_(second)
+
+    def compressed(self, shard: WeightShard, first: Tensor, terms: UpdateTerms) -> None:
+        """The momentum that all received, beside the frozen variance."""
+        shard.keep({"first": first}, terms)
+        self._move(shard, shard.states["second"], terms)
+
+    def _move(self, shard: WeightShard, second: Tensor, terms: UpdateTerms) -> None:
+        first = shard.states["first"] / self.bias(self.optim.beta1, terms, second)
+        move = self.direction(first, second).mul_(terms.rate)
+        shard.write(shard.value() * (1 - terms.rate * shard.decay) - move)
+
+
+class ZeroOneAdamRule(CompressingRule):
+    """The update of 0/1 Adam."""
+
+    writes_always = True  # a sync is one also where this step's gradient is not finite
+
+    def __init__(self, optim: Optim) -> None:
+        super().__init__(optim)
+        # Since the last sync: the sum of rates, and of rates ÷ the momentum's bias.
+        self.rates: Tensor | None = None
+        self.paces: Tensor | None = None
+
+    def update(self, shards: Sequence[WeightShard], terms: UpdateTerms) -> None:
+        """Until the freeze as Adam, with gradients that are exact or of one bit; then local steps and syncs."""
+        if self.step <= self.optim.freeze_step:
+            self._until_frozen(shards, terms)
+            return
+        if self.rates is None or self.paces is None:
+            self.rates = self.paces = torch.zeros_like(terms.finite)
+        bias = self.bias(self.optim.beta1, terms, terms.finite)
+        self.rates = self.rates + terms.finite * terms.rate
+        self.paces = self.paces + terms.finite * terms.rate / bias
+        for bucket in buckets(shards):
+            for shard in bucket:
+                self._local(shard, bias, terms)
+            if self.exchange == "compressed":
+                self._sync(bucket, self.rates, self.paces)
+        if self.exchange == "compressed":
+            self.rates = self.paces = None
+
+    def _until_frozen(self, shards: Sequence[WeightShard], terms: UpdateTerms) -> None:
+        for bucket in buckets(shards):
+            gradients = [shard.gradient() for shard in bucket]
+            if self.exchange == "compressed":
+                gradients = self.mean(bucket, gradients, terms.finite > 0)
+            for shard, gradient in zip(bucket, gradients, strict=True):
+                if self.exchange == "exact":
+                    shard.keep({"second": self.variance(shard, gradient)}, terms)
+                shard.keep({"first": self.momentum(shard, gradient)}, terms)
+                self._move(shard, terms)
+
+    def _move(self, shard: WeightShard, terms: UpdateTerms) -> None:
+        optim, finite = self.optim, terms.finite > 0
+        made = variance_updates(optim.freeze_step, optim.var_update_scaler, self.step)
+        second = shard.states["second"] / (1 - optim.beta2**made)
+        first = shard.states["first"] / self.bias(optim.beta1, terms, second)
+        move = self.direction(first, second).mul_(terms.rate)
+        value = shard.value()
+        shard.write(torch.where(finite, value * (1 - terms.rate * shard.decay) - move, value))
+        if self.freezes:
+            shard.states["second"].copy_(second)
+            shard.states["synced"].copy_(shard.value())
+            for kind in (WORKER_ERROR, SERVER_ERROR):
+                shard.states[kind].zero_()
+
+    def _local(self, shard: WeightShard, bias: Tensor, terms: UpdateTerms) -> None:
+        """A step of this worker alone."""
+        states = shard.states
+        shard.keep({"first": self.momentum(shard, shard.gradient())}, terms)
+        scaled = (states["first"] / bias.to(states["first"].dtype)).mul_(
+            terms.rate * terms.finite.to(states["first"].dtype)
+        )
+        states["local"].add_(scaled)
+        moved = shard.value() - self.direction(scaled, states["second"])
+        decay = (terms.rate * shard.decay * terms.finite).to(moved.dtype)
+        shard.write(moved - states["synced"] * decay)
+
+    def _sync(self, bucket: Sequence[WeightShard], rates: Tensor, paces: Tensor) -> None:
+        """All workers go on from one weight and one momentum."""
+        always = torch.ones_like(rates) > 0
+        means = self.mean(bucket, [shard.states["local"] for shard in bucket], always)
+        for shard, mean in zip(bucket, means, strict=True):
+            states, dtype = shard.states, mean.dtype
+            first = torch.where(paces > 0, mean / paces.clamp(min=1e-300).to(dtype), states["first"])
+            states["first"].copy_(first)
+            kept = (1 - shard.decay * rates).to(dtype)
+            states["synced"].mul_(kept).sub_(self.direction(mean, states["second"]))
+            states["local"].zero_()
+            shard.write(states["synced"])
+
+
+RATIO_BETA = 0.9  # of the running mean of ratios
+LEAST, MOST, DRIFT = 0.5, 4.0, 0.1  # of the factor, and how far it may move in a step
+
+
+class OneBitLambRule(MomentumRule):
+    """The update of 1-bit LAMB."""
+
+    def warm_up(self, shard: WeightShard, terms: UpdateTerms) -> None:
+        """LAMB, with a running mean of its ratios."""
+        gradient = shard.gradient()
+        shard.keep({"first": self.momentum(shard, gradient), "second": self.variance(shard, gradient)}, terms)
+        second = shard.states["second"] / self.bias(self.optim.beta2, terms, gradient)
+        move = self._direction(shard, shard.states["first"], second, terms)
+        if "ratio" in shard.states:
+            value = shard.value()
+            size, length = value.norm(), move.norm()
+            ratio = torch.where((size > 0) & (length > 0), size / length, 1.0)
+            mean = shard.states["ratio"] * RATIO_BETA + ratio * (1 - RATIO_BETA)
+            shard.keep({"ratio": mean}, terms)
+            move = move * ratio
+        shard.write(shard.value() - move * terms.rate)
+        if self.freezes:
+            shard.states["second"].copy_(second)
+            if "ratio" in shard.states:
+                shard.states["fresh"].copy_(second)
+                shard.states["ratio"].div_(self.bias(RATIO_BETA, terms, second))
+                shard.states["factor"].fill_(1.0)
+
+    def _direction(self, shard: WeightShard, first: Tensor, second: Tensor, terms: UpdateTerms) -> Tensor:
+        """AdamW's step of length one, decay included."""
+        move = self.direction(first / self.bias(self.optim.beta1, terms, first), second)
+        return move.add_(shard.value() * shard.decay) if shard.decay else move
+
+    def compressed(self, shard: WeightShard, first: Tensor, terms: UpdateTerms) -> None:
+        """The momentum that all received, with the frozen ratio corrected."""
+        second = shard.states["second"]
+        move = self._direction(shard, first, second, terms)
+        if "ratio" in shard.states:
+            beta1, beta2 = self.optim.beta1, self.optim.beta2
+            rebuilt = (first - shard.states["first"] * beta1).div_(1 - beta1)
+            fresh = (shard.states["fresh"] * beta2).add_(rebuilt.square_(), alpha=1 - beta2)
+            factor = self._factor(shard, first, fresh, move, terms)
+            shard.keep({"fresh": fresh, "factor": factor}, terms)
+            move = move * (shard.states["ratio"] * factor)
+        shard.keep({"first": first}, terms)
+        shard.write(shard.value() - move * terms.rate)
+
+    def _factor(self, shard: WeightShard, first: Tensor, fresh: Tensor, move: Tensor, terms: UpdateTerms) -> Tensor:
+        """By how much the frozen ratio is corrected."""
+        eps, last = self.optim.eps, shard.states["factor"]
+        factor = ((shard.states["second"].sqrt() + eps) / (fresh.sqrt() + eps)).amax()
+        if shard.decay:
+            prelim = self.direction(first / self.bias(self.optim.beta1, terms, first), shard.states["second"])
+            share = (prelim.norm() / move.norm()).clamp(max=1.0)
+            factor = factor * share + (1 - share)
+        factor = factor.clamp(LEAST, MOST)
+        return torch.minimum(torch.maximum(factor, last * (1 - DRIFT)), last * (1 + DRIFT))

@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.config.run import Optim, Run
+from meshwright.kernels.blockwise import as_bytes, as_codes, codes_of
 from meshwright.models.lora import trained
 from meshwright.optim.clip import LossScale
 from meshwright.optim.interface import Optimizer, learning_rate
 from meshwright.optim.master_weights import given
-from meshwright.parallel.block_codes import as_bytes, as_codes, codes_of
 from meshwright.parallel.deterministic import bit_sum, odd_ones
 from meshwright.parallel.mesh import Mesh, join, local
 from meshwright.runtime.failure import Exit, Failure, FailureError

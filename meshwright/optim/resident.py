@@ -35,13 +35,10 @@ from meshwright.optim.lamb import LambRule
 from meshwright.optim.lion import LionRule
 from meshwright.optim.master_weights import beside, given, rounded, state_dtype
 from meshwright.optim.muon import MuonUpdate
-from meshwright.optim.onebit import CompressingRule
-from meshwright.optim.onebit_adam import OneBitAdamRule
-from meshwright.optim.onebit_lamb import OneBitLambRule
+from meshwright.optim.onebit import CompressingRule, OneBitAdamRule, OneBitLambRule, ZeroOneAdamRule
 from meshwright.optim.quantized import empty_states, quantized_parts, saved_parts, update_quantized
 from meshwright.optim.sgd import SGDRule
 from meshwright.optim.sm3 import SM3Rule
-from meshwright.optim.zero_one_adam import ZeroOneAdamRule
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import Mesh, cuts, local
 from meshwright.parallel.model_spec import note

@@ -10,9 +10,15 @@ expert has a known number of slots on every rank: all are sent, filled or not, a
 An all-to-all travels while other work is done: it is launched, and awaited where it lands. Going back the gradient is
 launched where it landed, and awaited where it was launched: what the forward did between the two the backward does
 between them as well, since it takes operations in the reverse of their order.
+
+Auxiliary-loss-free load balancing (Wang 2024, DeepSeek-V3): a bias of each expert, moved by its load once a step.
+
+The bias bears on which experts are chosen, and has no gradient: after each step it rises by `arch.router_load_rate` for
+experts that fewer tokens asked for than the mean, and falls for the others. How many asked is counted in whole numbers
+and summed over all ranks, so the same signs come out under every plan.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -26,6 +32,8 @@ from meshwright.models.moe import Experts, MoELayer
 from meshwright.parallel.mesh import Mesh, all_to_all
 from meshwright.parallel.model_spec import note
 from meshwright.parallel.tensor import hold_experts
+from meshwright.spec.arch import Arch
+from meshwright.spec.params import buffers
 from meshwright.spec.plan import Plan
 
 
@@ -226,3 +234,35 @@ def _landed(x: Tensor, flight: Flight) -> Tensor:
 Step = Callable[[Tensor, Flight], Tensor]
 launched = cast(Step, torch.compiler.disable(_launched))
 landed = cast(Step, torch.compiler.disable(_landed))
+
+
+def update_load_bias(chunks: Iterable[nn.Module], arch: Arch, mesh: Mesh, applies: Tensor) -> None:
+    """Move the biases of all layers by the counts of a step; `applies` is 0 where the step is skipped, and else 1.
+
+    One all-reduce of 8 · layers with experts · experts bytes over all ranks: those of other stages add zeros, and those
+    that see the same tokens count them as often as each other.
+    """
+    if not arch.router_load_bias:
+        return
+    places = {param.name: number for number, param in enumerate(buffers(arch))}
+    asked = torch.zeros(len(places), arch.experts, dtype=torch.int64, device=mesh.device)
+    layers = {
+        places[f"{name}.load_bias"]: module
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        if isinstance(module, MoELayer)
+    }
+    for place, layer in layers.items():
+        assert layer.asked is not None, "the architecture says so"
+        asked[place] = layer.asked
+        layer.asked.zero_()
+    if mesh.world > 1:
+        dist.all_reduce(asked)
+    for place, layer in layers.items():
+        layer.update_load_bias(asked[place], applies)
+
+
+def learned_buffers(chunk: nn.Module, arch: Arch) -> dict[str, Tensor]:
+    """The learned buffers of a part of the model, by name."""
+    names = {param.name for param in buffers(arch)}
+    return {name: buffer for name, buffer in chunk.named_buffers() if name in names}

@@ -12,44 +12,242 @@ first, and over the slow ones no more than a shard.
     sent_r = round(gradient_r + error_r);   error_r ← gradient_r + error_r − sent_r;   sum = Σ sent_r
     nodes:    sent_n = round(sum_n + error_n);  error_n ← sum_n + error_n − sent_n;    sum = Σ sent_n
     replicas: result = round(sum + error);  error ← sum + error − result
+
+PowerSGD (Vogels, Karimireddy, Jaggi 2019): replicas exchange two thin factors of each matrix's gradient.
+
+One step of the power method, begun with the last step's factor (warm start), and error feedback. With M_r a replica's
+gradient and what it is owed, turned so that it has no more rows than columns, and n replicas:
+
+    P = Σ M_r Q;   P ← an orthonormal basis of its columns;   Q ← Σ M_rᵀ P;   sum ≈ P Qᵀ;   owed: M_r − P Qᵀ / n
+
+Of full rank P is square, P Pᵀ is one, and the sum is exact. Vectors are summed as they are, with P. A stack of
+experts is so many matrices.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from meshwright.config.run import Run
+from meshwright.kernels.blockwise import BlockCodes
 from meshwright.parallel import precision
-from meshwright.parallel.block_codes import BlockCodes
 from meshwright.parallel.fsdp import param_groups
-from meshwright.parallel.mesh import Mesh, join
-from meshwright.parallel.powersgd import PowerSGD
-from meshwright.parallel.reduction import (
-    FeedbackPart,
-    ReducedWeight,
-    Reduction,
-    inside,
-    reduced_weight,
-    take_earlier,
-    within,
-)
+from meshwright.parallel.mesh import Mesh, join, local
 from meshwright.spec.communication import (
+    FACTOR,
     NODE_ERROR,
     REPLICA_ERROR,
     SHARD_ERROR,
     SUM_ERROR,
+    Factors,
     block_of,
+    factors,
     of_part,
     part_dim,
     part_shape,
 )
 from meshwright.spec.plan import Plan
+
+Region = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackPart:
+    """A part of what a rank keeps from one reduction to the next, as a checkpoint has it."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole
+    region: Region
+    tensor: Tensor
+    writes: bool
+
+
+class Reduction(Protocol):
+    """How the gradients of one group of weights are reduced."""
+
+    def begin(self, run: Run, mesh: Mesh) -> None:
+        """Make room for what is kept from step to step."""
+        ...
+
+    def kept(self) -> list[Tensor]:
+        """All of it."""
+        ...
+
+    def states(self, mesh: Mesh) -> Iterator[FeedbackPart]:
+        """The same by weights."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedWeight:
+    """A weight of a group, as torch lays out its gradient."""
+
+    name: str
+    whole: tuple[int, ...]
+    stored: tuple[int, ...]  # a rank's shard, filled up to equal length
+    dim: int  # along which it is sharded
+    here: Region  # of the whole: what tp leaves to this rank, gathered over its shards
+    cut_by_tp: bool
+    source: Any  # torch's own record
+
+    @property
+    def elements(self) -> int:
+        """Of a shard."""
+        return math.prod(self.stored)
+
+    def shard_region(self, shard: int) -> Region:
+        """What one of the ranks that share it has of the whole, without filling."""
+        return within(self.here, self.dim, self.stored[self.dim], shard)
+
+    def parts_of(self, stored: Tensor, ranks: int) -> Tensor:
+        """A shard as rows, one for each of the ranks that share out the sum."""
+        dim = part_dim(self.stored, ranks)
+        short, after = -self.stored[dim] % ranks, len(self.stored) - 1 - dim
+        x = stored.view(self.stored)
+        x = F.pad(x, (0, 0) * after + (0, short)) if short else x
+        return x.unflatten(dim, (ranks, -1)).movedim(dim, 0).reshape(ranks, -1)
+
+    def joined(self, rows: Tensor) -> Tensor:
+        """The reverse: a shard, flat."""
+        ranks, dim = len(rows), part_dim(self.stored, len(rows))
+        parts = rows.reshape(ranks, *part_shape(self.stored, ranks)).movedim(0, dim).flatten(dim, dim + 1)
+        return parts.narrow(dim, 0, self.stored[dim]).reshape(-1)
+
+
+def within(region: Region, dim: int, length: int, number: int) -> Region:
+    """One of the equal lengths of a region along a dim; the last ones may be short or empty."""
+    first, last = region[dim]
+    begin, end = (min(first + length * each, last) for each in (number, number + 1))
+    return (*region[:dim], (begin, end), *region[dim + 1 :])
+
+
+def inside(x: Tensor, region: Region) -> Tensor:
+    """The beginning of a tensor that is not filling."""
+    return x[tuple(slice(0, end - begin) for begin, end in region)]
+
+
+def reduced_weight(source: Any, names: Mapping[tuple[int, str], str]) -> ReducedWeight:
+    """A weight as torch has wrapped it; `names`: by its module's id and its key there."""
+    # How tp cuts it: earlier versions of torch have another name for that.
+    spec = getattr(source, "_unsharded_dtensor_spec", None) or getattr(source, "_tp_spec", None)
+    whole = tuple(source.sharded_param.shape)
+    shape, offset = whole, (0,) * len(whole)
+    if spec is not None:
+        shape, offset = compute_local_shape_and_global_offset(whole, spec.mesh, spec.placements)
+    info = source._module_info
+    return ReducedWeight(
+        name=names[id(info.module), info.param_name],
+        whole=whole,
+        stored=tuple(source.padded_sharded_param_size),
+        dim=source.fsdp_placement.dim,
+        here=tuple((begin, begin + size) for begin, size in zip(offset, shape, strict=True)),
+        cut_by_tp=spec is not None and any(isinstance(each, Shard) for each in spec.placements),
+        source=source,
+    )
+
+
+def take_earlier(gradient: Tensor, weights: Sequence[ReducedWeight]) -> None:
+    """Add what earlier microbatches left in this rank's sharded gradients, to which torch will add the result."""
+    for weight, piece in zip(weights, gradient.split([weight.elements for weight in weights]), strict=True):
+        if weight.source.sharded_param.grad is not None:
+            held = local(weight.source.sharded_param.grad)
+            inside(piece.view(weight.stored), tuple((0, size) for size in held.shape)).add_(held)
+            held.zero_()
+
+
+class PowerSGD:
+    """The gradient reduction of one group of weights that replicas hold whole."""
+
+    def __init__(self, plan: Plan, group: Any, weights: Sequence[ReducedWeight], replicas: dist.ProcessGroup) -> None:
+        self.group, self.weights, self.replicas = group, list(weights), replicas
+        self.feeds_back = plan.error_feedback
+        self.lengths = [weight.elements for weight in weights]
+        self.shapes = [factors(weight.whole, plan.powersgd) for weight in weights]
+        self.factors: list[Tensor] = []  # of each matrix the long one, Q
+        self.error: Tensor | None = None
+
+    def begin(self, run: Run, mesh: Mesh) -> None:
+        dtype = precision.weight_dtype(run.plan)
+        matrices = [(weight, shape) for weight, shape in zip(self.weights, self.shapes, strict=True) if shape]
+        self.factors = [first_factor(run.seed, weight.name, shape).to(mesh.device, dtype) for weight, shape in matrices]
+        if self.feeds_back:
+            self.error = torch.zeros(sum(self.lengths), dtype=dtype, device=mesh.device)
+
+    def over_replicas(self, gradient: Tensor) -> None:
+        """Sum a group's gradient over replicas, with the last microbatch of a step."""
+        if not self.group.all_reduce_grads:
+            return  # torch adds it to this rank's own
+        take_earlier(gradient, self.weights)
+        if self.error is not None:
+            gradient.add_(self.error)
+        pieces = gradient.split(self.lengths)
+        vectors = [piece for piece, shape in zip(pieces, self.shapes, strict=True) if shape is None]
+        matrices = [matrices_of(piece, shape) for piece, shape in zip(pieces, self.shapes, strict=True) if shape]
+        firsts = [matrix @ factor for matrix, factor in zip(matrices, self.factors, strict=True)]
+        summed = self._summed([*firsts, *vectors])
+        bases = [torch.linalg.qr(first).Q for first in summed[: len(firsts)]]
+        seconds = self._summed([matrix.mT @ base for matrix, base in zip(matrices, bases, strict=True)])
+        if self.error is not None:
+            self.error.copy_(gradient)
+        for matrix, base, second, factor in zip(matrices, bases, seconds, self.factors, strict=True):
+            matrix.copy_(base @ second.mT)
+            # What is not finite is skipped by the update, and must not be what the next step begins with.
+            factor.copy_(torch.where(second.isfinite().all(), second, factor))
+        if self.error is not None:
+            self.error.sub_(gradient, alpha=1 / self.replicas.size()).nan_to_num_(0.0, 0.0, 0.0)
+        for piece, total in zip(vectors, summed[len(firsts) :], strict=True):
+            piece.copy_(total)
+        for error, shape in zip(self._errors(), self.shapes, strict=False):
+            if shape is None:
+                error.zero_()
+
+    def _errors(self) -> Sequence[Tensor]:
+        return () if self.error is None else self.error.split(self.lengths)
+
+    def _summed(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Each summed over replicas, by one collective."""
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(flat, group=self.replicas)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def kept(self) -> list[Tensor]:
+        return [*self.factors, *(() if self.error is None else (self.error,))]
+
+    def states(self, mesh: Mesh) -> Iterator[FeedbackPart]:
+        replica, remaining = mesh.dense.get_local_rank("replicate"), iter(self.factors)
+        for weight, shape in zip(self.weights, self.shapes, strict=True):
+            if shape is not None:
+                factor = next(remaining)
+                region = tuple((0, size) for size in factor.shape)
+                yield FeedbackPart(f"{FACTOR}/{weight.name}", tuple(factor.shape), region, factor, replica == 0)
+        for weight, error in zip(self.weights, self._errors(), strict=False):
+            name = f"{of_part(REPLICA_ERROR, replica)}/{weight.name}"
+            yield FeedbackPart(name, weight.whole, weight.here, error.view(weight.whole), writes=True)
+
+
+def matrices_of(flat: Tensor, shape: Factors) -> Tensor:
+    """The matrices of a gradient, none with more rows than columns; a view of it."""
+    if shape.turned:
+        return flat.view(shape.stack, shape.long, shape.short).mT
+    return flat.view(shape.stack, shape.short, shape.long)
+
+
+def first_factor(seed: int, name: str, shape: Factors) -> Tensor:
+    """What a run begins with: normal draws that follow from its seed and the weight's name, on every replica alike."""
+    draws = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    return torch.randn(shape.stack, shape.long, shape.rank, generator=draws, dtype=torch.float64)
 
 
 class LossyReduction(ReduceScatter):

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
-from meshwright.parallel.block_codes import BlockCodes
+from meshwright.kernels.blockwise import BlockCodes
 from meshwright.parallel.fsdp import param_groups
 from meshwright.parallel.mesh import Mesh, all_gather, join
 from meshwright.spec.communication import block_of

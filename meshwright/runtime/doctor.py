@@ -19,8 +19,8 @@ from typing import Literal
 import msgspec
 
 from meshwright import __version__
+from meshwright.runtime.devices import HELD_BY_SETTING, LONGEST_SECONDS, GpuHealth
 from meshwright.runtime.meeting import named
-from meshwright.runtime.nvml import HELD_BY_SETTING, LONGEST_SECONDS, GpuHealth
 from meshwright.spec.units import GIB
 
 MIB = 2**20

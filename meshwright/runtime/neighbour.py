@@ -18,9 +18,9 @@ from pathlib import Path
 import msgspec
 
 from meshwright.config.weights import CHECKPOINTS, RUN, present, step_name
+from meshwright.runtime.devices import free_host_bytes
 from meshwright.runtime.files import replace_file
 from meshwright.runtime.links import own_address
-from meshwright.runtime.machine import free_host_bytes
 from meshwright.runtime.meeting import kept_alive
 from meshwright.runtime.nodes import listening
 from meshwright.runtime.parts import (

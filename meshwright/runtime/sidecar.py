@@ -23,7 +23,7 @@ from meshwright.runtime.failure import Failure, is_broken
 from meshwright.runtime.heartbeat import Hang, HangDetector, HeartbeatReader, RankStatus
 from meshwright.runtime.nodes import LOST_SECONDS, MOST_TEXT, Lost, Node, Nodes
 from meshwright.runtime.place import Place
-from meshwright.runtime.watch import LOOK_SECONDS, report_hang
+from meshwright.runtime.supervise import LOOK_SECONDS, report_hang
 
 SIDECAR_LOOK_SECONDS = 0.1
 LEAVE_SECONDS = 2.0  # for ranks whose heartbeat still runs to end their process

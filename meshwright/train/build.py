@@ -19,7 +19,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.dropout import Dropout
 from meshwright.models.init import fill, initial, row_norms
 from meshwright.models.moe import MoELayer
-from meshwright.optim import host_memory, master_weights
+from meshwright.optim import host_memory, master_weights, offload
 from meshwright.optim.clip import LossScale
 from meshwright.optim.interface import Optimizer
 from meshwright.optim.offload import OffloadedOptimizer
@@ -27,8 +27,9 @@ from meshwright.optim.onebit import CompressingReplicas
 from meshwright.optim.outer import NoOuterLoop, outer_loop
 from meshwright.optim.parameter_server import AsynchronousReplicas, ServedOptimizer
 from meshwright.optim.resident import CpuOffloadOptimizer, ResidentOptimizer, materialise
-from meshwright.parallel import grad_reduce, load_bias, optimizer_offload, precision
+from meshwright.parallel import grad_reduce, precision
 from meshwright.parallel.apply import apply
+from meshwright.parallel.expert import learned_buffers
 from meshwright.parallel.mesh import Mesh, local, region_of
 from meshwright.parallel.model_spec import DECODER
 from meshwright.spec.params import Param, buffers, coded_name, params, stored
@@ -131,15 +132,15 @@ def _begin(chunks: list[nn.Module], run: Run, mesh: Mesh) -> None:
 def offloaded(chunks: list[nn.Module], run: Run, mesh: Mesh, folder: Path | None) -> Optimizer:
     """The same with its states elsewhere: no more than one weight is ever wide on the device."""
     place = Path(run.plan.optimizer_offload_folder or folder or tempfile.gettempdir())
-    groups = [group for chunk in chunks for group in optimizer_offload.groups(chunk, DECODER)]
+    groups = [group for chunk in chunks for group in offload.groups(chunk, DECODER)]
     host_memory.check(run, [weight.numel() for group in groups for weight in group.weights], place)
-    optimizer_offload.cast_params(chunks, run.plan)
+    offload.cast_params(chunks, run.plan)
     for chunk in chunks:
         chunk.to_empty(device=mesh.device)
         chunk.train()
-    optimizer_offload.accumulate_fp32(chunks, run.plan)
+    offload.accumulate_fp32(chunks, run.plan)
     # Memory for them has made new parameters of the old.
-    groups = [group for chunk in chunks for group in optimizer_offload.groups(chunk, DECODER)]
+    groups = [group for chunk in chunks for group in offload.groups(chunk, DECODER)]
     optimizer = OffloadedOptimizer(run, groups, mesh.device, place)
     for chunk in chunks:
         initialise(chunk, run, mesh.device, optimizer.begin)
@@ -207,7 +208,7 @@ def initialise(
         elif isinstance(module, Dropout):
             module.begin(run.seed, name)
     for param in buffers(run.arch):
-        if (buffer := load_bias.held(chunk, run.arch).get(param.name)) is not None:
+        if (buffer := learned_buffers(chunk, run.arch).get(param.name)) is not None:
             buffer.zero_() if folder is None else buffer.copy_(folder.tensor(param.name))
     for name, weight in chunk.named_parameters():
         held, region = local(weight.detach()), region_of(weight)

@@ -15,8 +15,9 @@ from meshwright.config.run import Run
 from meshwright.data.loader import Loader
 from meshwright.optim import clip
 from meshwright.optim.interface import learning_rate
-from meshwright.parallel import compile, deterministic, load_bias, precision
+from meshwright.parallel import compile, deterministic, precision
 from meshwright.parallel.device import Moment, moment
+from meshwright.parallel.expert import update_load_bias
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime.run_folder import STOP, FolderWatch
 from meshwright.train import dpo
@@ -158,7 +159,7 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
         outer.begin(state.step + 1)
         state.optimizer.step(rate, verdict)
         if run.arch.adapter.kind == "none":  # else it is the base's, as the router is
-            load_bias.update(state.chunks, run.arch, mesh, verdict.finite)
+            update_load_bias(state.chunks, run.arch, mesh, verdict.finite)
         state.scale.update(verdict.finite)
         state.step += 1
         try:

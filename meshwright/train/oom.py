@@ -15,8 +15,8 @@ from meshwright.cost.memory import Ledger, ledger, worst
 from meshwright.hardware.cluster import catalogue, cluster_of_device, recognised
 from meshwright.parallel import precision
 from meshwright.parallel.mesh import local
+from meshwright.runtime.devices import CONTEXT_BYTES, CardProcess, others, processes
 from meshwright.runtime.failure import Exit, Failure, FailureError
-from meshwright.runtime.nvml import CONTEXT_BYTES, CardProcess, others, processes
 from meshwright.search import budget
 from meshwright.search.best_first import Candidate, fit_of, priced
 from meshwright.search.explain import neighbours, smaller_microbatches

@@ -27,8 +27,9 @@ from meshwright.config.run import Checkpoint, Run, digests
 from meshwright.config.weights import describe
 from meshwright.optim import host_memory
 from meshwright.optim.interface import SavedPart, learning_rate
-from meshwright.parallel import load_bias, precision
+from meshwright.parallel import precision
 from meshwright.parallel.device import ArrivingNumbers
+from meshwright.parallel.expert import learned_buffers
 from meshwright.parallel.mesh import DENSE, EXPERT, Mesh, cut_dim, local, region_of
 from meshwright.runtime import run_folder
 from meshwright.runtime.records import SaveRecord
@@ -89,7 +90,7 @@ def _buffers(chunks: Iterable[nn.Module], run: Run, mesh: Mesh) -> Iterator[Tens
     """What is learned by other rules than gradients: whole on every rank of a stage, the first of which writes it."""
     writes = all(place == 0 for axis, place in mesh.place.items() if axis != "pp")
     for chunk in chunks:
-        for name, buffer in load_bias.held(chunk, run.arch).items():
+        for name, buffer in learned_buffers(chunk, run.arch).items():
             shape = tuple(buffer.shape)
             yield TensorShard(f"weight/{name}", shape, tuple((0, size) for size in shape), buffer, writes)
 

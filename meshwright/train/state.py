@@ -18,9 +18,9 @@ from meshwright.optim.clip import LossScale
 from meshwright.optim.interface import Optimizer
 from meshwright.optim.outer import NoOuterLoop
 from meshwright.parallel import precision
+from meshwright.parallel.grad_reduce import Reduction
 from meshwright.parallel.mesh import Mesh, whole_of
 from meshwright.parallel.pipeline import placement
-from meshwright.parallel.reduction import Reduction
 from meshwright.runtime.records import SaveRecord
 from meshwright.spec.params import Param, buffers, stored
 from meshwright.spec.plan import Plan

@@ -98,7 +98,7 @@ Job = tuple[Run, list[tuple[str, Run]]]  # a reference, and each plan's words wi
 OWN_REFERENCES: dict[str, tuple[str, Remote]] = {
     "sync_every": (
         "one process that trains the replicas one after another and syncs them",
-        Remote("meshwright.verify.replicas", "record"),
+        Remote("meshwright.verify.lossy", "record_replicas"),
     ),
     **dict.fromkeys(
         ("grad_reduce", "powersgd", "gather"),
@@ -109,7 +109,7 @@ OWN_REFERENCES: dict[str, tuple[str, Remote]] = {
     ),
     "staleness": (
         "one process that computes every worker's gradient by the weights that it had then",
-        Remote("meshwright.verify.stale_workers", "record"),
+        Remote("meshwright.verify.workers", "record_stale"),
     ),
     # Of FP8 a microbatch has the scales: of a larger one they are others, and so a few tokens change experts.
     **dict.fromkeys(("adascale", "fp8"), ("one process, in microbatches of the same size", RECORD)),

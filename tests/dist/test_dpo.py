@@ -29,7 +29,7 @@ from meshwright.data.conversation import preference
 from meshwright.data.prepare import Corpus
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stack_of
-from meshwright.parallel import load_bias
+from meshwright.parallel.expert import learned_buffers
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.search.question import Question
 from meshwright.search.space import plans
@@ -388,7 +388,7 @@ def test_a_load_bias_moves_and_that_of_the_frozen_copy_does_not(folder):
         if one is not None:
             assert deviation(mine, one) < TOLERANCE, words
         biases, still, begun = (
-            {name: bias for chunk in chunks for name, bias in load_bias.held(chunk, run.arch).items()}
+            {name: bias for chunk in chunks for name, bias in learned_buffers(chunk, run.arch).items()}
             for chunks in (mine.state.chunks, mine.state.reference, first.chunks)
         )
         assert biases.keys() == still.keys()
@@ -426,10 +426,10 @@ def test_another_load_bias_is_another_copy(folder, tmp_path):
     state, again, other = (build(run, corpus, alone()) for _ in range(3))
     list(train(run, state, alone(), tmp_path))
     assert restore(again, run, alone(), tmp_path, lambda text: None) is not None
-    (name, moved), *_ = load_bias.held(again.chunks[0], run.arch).items()
-    assert torch.equal(moved, load_bias.held(state.chunks[0], run.arch)[name])
-    assert not torch.equal(moved, load_bias.held(again.reference[0], run.arch)[name])
-    load_bias.held(other.reference[0], run.arch)[name].add_(1)
+    (name, moved), *_ = learned_buffers(again.chunks[0], run.arch).items()
+    assert torch.equal(moved, learned_buffers(state.chunks[0], run.arch)[name])
+    assert not torch.equal(moved, learned_buffers(again.reference[0], run.arch)[name])
+    learned_buffers(other.reference[0], run.arch)[name].add_(1)
     with pytest.raises(InputError, match=r"the frozen weights .* are not those beside which step"):
         restore(other, run, alone(), tmp_path, lambda text: None)
     for each in (state, again, other):

@@ -10,7 +10,7 @@ from trials import alone, assert_it_goes_on, digest_before_the_cut, make_corpus,
 from worlds import world
 
 from meshwright.models.moe import MoELayer
-from meshwright.parallel import load_bias
+from meshwright.parallel.expert import learned_buffers
 from meshwright.train.build import build
 from meshwright.train.loop import StepResult, train
 
@@ -121,7 +121,7 @@ def test_a_load_bias_is_saved_and_resumed_under_another_plan(folder, before, aft
     run = make_run(folder, *words, *after, arch="tiny-glm4-moe")
     state = build(run, make_corpus(run, folder), mesh_of(run.plan))
     assert_it_goes_on(digest, run, mesh_of(run.plan), state, place)
-    biases = [bias for chunk in state.chunks for bias in load_bias.held(chunk, run.arch).values()]
+    biases = [bias for chunk in state.chunks for bias in learned_buffers(chunk, run.arch).values()]
     assert all(bias.abs().max() > 0 for bias in biases)
 
 

@@ -8,7 +8,7 @@ from trials import corpus_file, make_corpus, make_run, mesh_of
 from worlds import world
 
 from meshwright.runtime.records import EventRecord, StepRecord, read_line
-from meshwright.verify.replicas import Replica, Sync, _replica, alone
+from meshwright.verify.lossy import Replica, Sync, _replica, alone
 
 TOLERANCE = 1e-12  # float64 sums in another order, through a few updates of the weights and of the replicas' mean
 WORDS = (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from commands import meshwright
 
-from meshwright.runtime.nvml import processes
+from meshwright.runtime.devices import processes
 from meshwright.spec.units import GIB
 from meshwright.train.oom import card_use
 

@@ -13,7 +13,7 @@ from meshwright.models.generate import Sampling, caching, chooser, continuations
 from meshwright.models.init import fill_model
 from meshwright.models.layers import causal_attention
 from meshwright.models.moe import MoELayer
-from meshwright.parallel import load_bias
+from meshwright.parallel.expert import learned_buffers
 from meshwright.spec.plan import Plan
 
 HOW = {
@@ -82,7 +82,7 @@ def test_the_load_bias_chooses_and_does_not_weigh():
     scores = logits.sigmoid()[..., :2]
     wanted = arch.router_scale * scores / scores.sum(-1, keepdim=True)
     assert torch.allclose(pushed.gates.sort(-1).values, wanted.sort(-1).values)
-    assert load_bias.held(Decoder(arch), arch).keys() == {f"blocks.{layer}.mlp.load_bias" for layer in range(1, 6)}
+    assert learned_buffers(Decoder(arch), arch).keys() == {f"blocks.{layer}.mlp.load_bias" for layer in range(1, 6)}
 
 
 def test_groups_leave_experts_of_the_others_out():

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from meshwright.runtime.nvml import CardProcess, others, processes
+from meshwright.runtime.devices import CardProcess, others, processes
 from meshwright.spec.units import GIB
 
 UUID = "GPU-11111111-2222-3333-4444-555555555555"

@@ -6,8 +6,8 @@ import time
 import msgspec
 import pytest
 
+from meshwright.runtime.devices import GpuHealth, gpu_health
 from meshwright.runtime.doctor import RankFacts, findings
-from meshwright.runtime.nvml import GpuHealth, gpu_health
 from meshwright.spec.units import GIB
 
 # Two GPUs: the first is well; the second has a link down, ECC errors, a row to be replaced, and is hot. No temperature

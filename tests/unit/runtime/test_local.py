@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from waiting import HANG, until
 
-from meshwright.runtime import machine
+from meshwright.runtime import devices
 from meshwright.runtime import ranks as local
 from meshwright.runtime.ranks import Crew, Ranks
 
@@ -64,15 +64,15 @@ def test_ranks_of_one_machine_speak_on_the_loopback_only():
 
 @pytest.mark.parametrize(("visible", "count"), [("0,3", 2), ("", 0), ("-1", 0)])
 def test_visible_gpus_are_counted_without_torch(visible, count, tmp_path):
-    assert machine.gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
-    assert machine.gpu_names({"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == ["GPU"] * count
+    assert devices.gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
+    assert devices.gpu_names({"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == ["GPU"] * count
 
 
 def test_gpus_have_the_names_that_their_driver_gives(tmp_path):
     for number in range(2):
         (tmp_path / f"0000:0{number}:00.0").mkdir()
         (tmp_path / f"0000:0{number}:00.0" / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 1\n")
-    assert machine.gpu_names({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == ["NVIDIA H200"]
+    assert devices.gpu_names({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == ["NVIDIA H200"]
 
 
 def test_the_tail_of_a_log_that_is_not_there_is_empty(tmp_path):

@@ -13,7 +13,7 @@ from meshwright.runtime import heartbeat as stacks
 from meshwright.runtime.failure import MEANING, Exit, Failure, table
 from meshwright.runtime.heartbeat import Beat, Hang, PhaseMark, PhaseTable, RankStatus, process
 from meshwright.runtime.ranks import Ranks
-from meshwright.runtime.watch import StopRequest, Watch, newest_step, set_aside
+from meshwright.runtime.supervise import StopRequest, Watch, newest_step, set_aside
 
 SEEN = {
     rank: RankStatus(

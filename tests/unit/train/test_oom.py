@@ -6,8 +6,8 @@ import pytest
 
 from meshwright.config import load
 from meshwright.cost.memory import ledger
+from meshwright.runtime.devices import CardProcess
 from meshwright.runtime.failure import Exit
-from meshwright.runtime.nvml import CardProcess
 from meshwright.search.best_first import priced
 from meshwright.spec.units import GIB
 from meshwright.train.oom import CardUse, cause, changes, overrun, peak_words, question_of, verdict

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.parallel.block_codes import BlockCodes
+from meshwright.kernels.blockwise import BlockCodes
 from meshwright.spec.communication import message_bytes
 
 LENGTHS, BLOCKS = [5, 48, 24, 33], [0, 16, 8, 33]

@@ -253,13 +253,15 @@ def whole(contents: Mapping[PartKey, bytes]) -> Manifest:
 
 
 def gathered(content: bytes, mesh: Mesh) -> list[bytes]:
-    """What every rank has to say, on every rank."""
+    """What every rank has to say, on every rank. It is summed: ranks that share a GPU cannot gather there."""
     if mesh.world == 1:
         return [content]
-    sizes = [torch.zeros(1, dtype=torch.int64, device=mesh.device) for _ in range(mesh.world)]
-    dist.all_gather(sizes, torch.tensor([len(content)], dtype=torch.int64, device=mesh.device))
-    most = max(int(size.item()) for size in sizes)
-    mine = torch.frombuffer(bytearray(content.ljust(most)), dtype=torch.uint8).to(mesh.device)
-    rooms = [torch.zeros_like(mine) for _ in range(mesh.world)]
-    dist.all_gather(rooms, mine)
-    return [room.cpu().numpy().tobytes()[: int(size.item())] for room, size in zip(rooms, sizes, strict=True)]
+    sizes = torch.zeros(mesh.world, dtype=torch.int64, device=mesh.device)
+    sizes[mesh.rank] = len(content)
+    dist.all_reduce(sizes)
+    lengths = [int(size) for size in sizes.tolist()]
+    rows = torch.zeros(mesh.world, max(lengths), dtype=torch.uint8)
+    rows[mesh.rank, : len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    rows = rows.to(mesh.device)
+    dist.all_reduce(rows)
+    return [row.numpy().tobytes()[:length] for row, length in zip(rows.cpu(), lengths, strict=True)]

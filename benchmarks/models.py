@@ -42,7 +42,7 @@ SHAPE = (
     "tied",
 )  # that a Llama of the same size has
 SPLIT, LORA = "optim.master_weights=split", "adapter.kind=lora adapter.rank=16 adapter.alpha=32"
-QLORA = "adapter.kind=qlora adapter.rank=16 adapter.alpha=32 optim.state_dtype=int8 plan.recompute=full"
+QLORA = f"adapter.kind=qlora adapter.rank=16 adapter.alpha=32 optim.state_dtype=int8 {SPLIT} plan.recompute=full"
 BF16, FP8 = "precision=bf16,compile=true", "precision=fp8,compile=true"
 
 

@@ -24,9 +24,9 @@ FLOAT = 4  # bytes
 
 Part = tuple[str, tuple[int, ...], bool]  # its name, its shape in bytes, and whether tp cuts it as the weight
 
-# Smaller weights keep fp32 states, as in Dettmers et al. (2022) and Li et al. (2023); so do vectors, and short rows, of
-# convolutions for instance, whose scales would weigh more than their codes.
-LEAST_ELEMENTS, LEAST_ROW = 4096, 32
+# Smaller weights keep fp32 states, as in Dettmers et al. (2022) and Li et al. (2023); so do vectors, and rows so short,
+# of convolutions for instance, that their scales would weigh more than their codes. Those of an adapter's B are its rank.
+LEAST_ELEMENTS, LEAST_ROW = 4096, 8
 
 SCALES_ENDING = "_scales"  # how the names of states' scales in checkpoints end
 

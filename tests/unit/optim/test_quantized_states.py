@@ -18,8 +18,9 @@ from meshwright.spec.quantized import FORMATS, is_quantized
 RATE, BETA1, BETA2, EPS, DECAY = 1e-2, 0.9, 0.95, 1e-8, 0.1
 DTYPES = ("int8", "int4", "fp8")
 BLOCKS = {"int8": 256, "int4": 128, "fp8": 128}
-# Rows of whole blocks, of some and a part, of an odd length, a stack, more rows than a piece; a vector, a small matrix.
-SHAPES = ((24, 512), (40, 300), (60, 77), (3, 20, 96), (2 * CPU_BLOCK // 64, 64), (300,), (40, 64))
+# Rows of whole blocks, of some and a part, of an odd length, a stack, more rows than a piece, the rows of an adapter's
+# B; a vector, a small matrix, rows too short.
+SHAPES = ((24, 512), (40, 300), (60, 77), (3, 20, 96), (2 * CPU_BLOCK // 64, 64), (512, 8), (300,), (40, 64), (700, 7))
 
 
 class Twin:
@@ -27,7 +28,7 @@ class Twin:
 
     def __init__(self, weight: Tensor, state_dtype: str) -> None:
         self.weight, self.block = weight.double(), BLOCKS[state_dtype]
-        self.quantized = weight.dim() > 1 and weight.numel() >= 4096
+        self.quantized = weight.dim() > 1 and weight.numel() >= 4096 and weight.shape[-1] >= 8
         self.values = VALUES[state_dtype]
         self.codes = [torch.zeros(weight.shape, dtype=torch.long) for _ in range(2)]
         self.moments = [torch.zeros_like(self.weight) for _ in range(2)]
@@ -111,7 +112,7 @@ def test_every_update_has_the_codes_of_whole_tensors(states):
     tensors = [torch.randn(shape, dtype=torch.float64) for shape in SHAPES]
     twins = [Twin(tensor, states) for tensor in tensors]
     weights, optimizer = bag(run_of(states=states, precision="fp64"), [tensor.clone() for tensor in tensors])
-    assert len(optimizer.quantized) == 5
+    assert len(optimizer.quantized) == 6
     for _ in range(3):
         for weight, twin in zip(weights.values(), twins, strict=True):
             weight.grad = torch.randn_like(weight) * torch.rand(weight.shape[-1], dtype=torch.float64) ** 4

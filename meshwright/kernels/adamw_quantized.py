@@ -3,14 +3,18 @@
 Per element with a bf16 gradient and bf16 parameters beside fp32 masters: 2 + 4 + 2 bytes read, 4 + 2 + 2 written with
 int8 or fp8 codes (half as many with int4), and two scales each way for every block. A program has whole blocks, so it
 knows their new scales. Of blocks that several ranks share, one launch measures this rank's part of the new scales, and
-after the ranks have agreed on them another makes the update. Codes are computed, not searched for: a dynamic map has
-equal intervals inside a decade, and e4m3 is the upper bits of fp32. Plain references: `Codec` in kernels/blockwise.py,
-and `arithmetic` of optim/adamw.py.
+after the ranks have agreed on them another makes the update.
+
+Neither codes nor values are looked up: arithmetic takes as long as memory here, and a gather longer than either. Inside
+a decade a dynamic map has equal intervals, so that the code is a straight line of the magnitude; the lines of all
+decades meet at powers of ten, each less steep than the one below it, so that the code is the least of them. A value is
+its decade's power of ten times a line of the mantissa of its code. e4m3 is the upper bits of fp32. What concerns a
+block is multiplied once for all its elements. Plain references: `Codec` in kernels/blockwise.py, and `arithmetic` of
+optim/adamw.py.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -18,11 +22,11 @@ from torch import Tensor
 
 from meshwright.kernels.adamw import AdamWStep, RoundingDraws, _addresses, _hashed, _name, _pointer, _rounded
 from meshwright.kernels.adamw import scalars as step_scalars
-from meshwright.kernels.blockwise import MAPS, values_by_code
+from meshwright.kernels.blockwise import MAPS
 from meshwright.kernels.dispatch import Pointer, Values, constexpr, jit, tl
 from meshwright.spec.quantized import FORMATS
 
-TILE = 2048  # elements of one program
+TILE, WARPS = 2048, 8  # elements of one program: eight of each thread, and a block is a warp's
 Form = Literal["fp32", "split", "stochastic"]
 Way = Literal["update", "measure", "given"]  # at once; only the new scales; with new scales that were agreed
 
@@ -108,45 +112,91 @@ class QuantizedGroup:
             addresses = addresses.pin_memory().to(self.device, non_blocking=True)
         _adamw_quantized[(len(self.owner),)](
             self.owner, self.start, self.shapes, self.fixed, addresses, step_scalars(step), step.count, self.draws,
-            _tables(self.state_dtype, self.device),
             step.lr, step.beta1, step.beta2, step.eps, decay, len(self.masters),
             grad_dtype=_name(dense[0]), form=self.form,
             copy_dtype=_name(self.beside[0]) if self.form == "fp32" and self.beside else "",
             kind=self.state_dtype, bits=FORMATS[self.state_dtype].bits, way=way, ragged=self.ragged,
             aligned=self.aligned and all(gradient.data_ptr() % 16 == 0 for gradient in dense),
-            block=self.block, each=TILE // self.block, num_warps=8,
+            block=self.block, each=TILE // self.block, lines=_lines(self.state_dtype), num_warps=WARPS,
         )  # fmt: skip
 
 
-@lru_cache(maxsize=16)
-def _tables(state_dtype: str, device: torch.device) -> Tensor:
-    """What a kernel reads of both maps: values by code, then where each decade begins and what is nearer to 1."""
-    bits, edges = FORMATS[state_dtype].bits, list[float]()
-    first, second = MAPS[state_dtype]
-    by_code = [value for moment in (0, 1) for value in values_by_code(state_dtype, moment)]
+def _lines(state_dtype: str) -> tuple[float, ...]:
+    """Of both moments: slope and start of the lowest decade's line, and what is nearer to 1 than to the value below it.
+
+    The lines of the other decades follow from the map. This one passes where the two codes above the lowest begin: 0.2
+    of an interval beyond a decade's beginning, or at the next interval's.
+    """
     if state_dtype == "fp8":  # which has no decades
-        return torch.tensor(by_code, dtype=torch.float32, device=device)
-    for values, smallest in ((first, 1), (second, 2)):
-        zero = 2 ** (bits - 1) - 1 if smallest == 1 else 0  # the code of the lowest magnitude
-        begins = [zero + smallest * 2**decade - (smallest - 1) for decade in range(bits - 1)]
-        edges += [(values[at - 1] + values[at]) / 2 for at in (*begins, len(values) - 1)]
-    return torch.tensor([*by_code, *edges], dtype=torch.float32, device=device)
+        return (0.0,) * 6
+    found = list[float]()
+    for values, smallest in zip(MAPS[state_dtype], (1, 2), strict=True):
+        zero = values.index(min(values, key=abs))  # the code of the lowest magnitude
+        begins = [(values[zero + number] + values[zero + number + 1]) / 2 for number in range(2)]
+        slope = (1.0 if smallest == 1 else 0.8) / (begins[1] - begins[0])
+        found += [slope, smallest + 0.2 - slope * begins[0], (values[-2] + values[-1]) / 2]
+    return tuple(found)
 
 
 @jit
-def _dynamic_code(x: Values, edges: Pointer, bits: constexpr, smallest: constexpr) -> Values:
-    """The magnitude's code in a dynamic map: 0 the lowest; `smallest`: intervals of the lowest decade."""
+def _saturated(x: Values) -> Values:
+    """Between 0 and 1: a modifier of the instruction before it."""
+    return tl.minimum(tl.maximum(x, 0.0), 1.0)
+
+
+@jit
+def _magnitude(code: Values, middle: Values, bits: constexpr, smallest: constexpr) -> Values:
+    """The value of a code from 1 on, in fp32 as its middle is: half an interval further."""
+    exponent = code.to(tl.int32, bitcast=True) & 0x7F800000
+    mantissa = (middle.to(tl.int32, bitcast=True) - exponent + 0x3F800000).to(tl.float32, bitcast=True)
+    highest = (127 + bits - 3 + smallest) << 23  # the last decade's exponent, in place
+    return ((mantissa - 1.0) * 0.9 + 0.1) * tl.exp2(
+        (exponent.to(tl.float32) - highest) * (3.321928094887362 / 8388608.0)
+    )
+
+
+@jit
+def _first_value(code: Values, kind: constexpr, bits: constexpr) -> Values:
+    if kind == "fp8":
+        word = ((code & 128) << 24) | ((code & 127) << 20)
+        value = word.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2¹²⁰: its exponent is 120 less than fp32's
+    else:
+        code = code.to(tl.float32) - ((1 << (bits - 1)) - 1)
+        value = _saturated(_magnitude(code, tl.abs(code) + 0.5, bits, 1))
+        sign = code.to(tl.int32, bitcast=True) & -2147483648
+        value = (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return value
+
+
+@jit
+def _second_value(code: Values, kind: constexpr, bits: constexpr) -> Values:
+    if kind == "fp8":
+        value = _first_value(code, kind, bits)
+    elif bits == 4:
+        value = (code.to(tl.float32) + 1) * 0.0625
+    else:
+        code = code.to(tl.float32) + 1
+        value = tl.minimum(tl.maximum(_magnitude(code, code + 0.5, bits, 2), 10.0 ** (1 - bits)), 1.0)
+    return value
+
+
+@jit
+def _dynamic_code(x: Values, lines: constexpr, bits: constexpr, smallest: constexpr, least: constexpr) -> Values:
+    """2²³ − `least` and the magnitude's number, from `smallest` on, which is how many intervals the lowest decade has.
+
+    Of two decades the middle between their nearest values is 0.2 of an interval beyond the power of ten: until there
+    the number is one less than the line says.
+    """
     a = tl.abs(x)
-    count = tl.full(a.shape, smallest, tl.int32)
-    power = tl.full(a.shape, 10.0 ** (bits - 2), tl.float32)
+    y = a * lines[3 * smallest - 3] + lines[3 * smallest - 2]
     for decade in tl.static_range(1, bits - 1):
-        above = a > tl.load(edges + decade)
-        count = tl.where(above, smallest << decade, count)
-        power = tl.where(above, 10.0 ** (bits - 2 - decade), power)
-    number = ((a * power - 0.1) * (count.to(tl.float32) * (1 / 0.9))).to(tl.int32)
-    number = tl.minimum(tl.maximum(number, 0), count - 1)
-    code = count + number - (smallest - 1)
-    return tl.where(a > tl.load(edges), code, 0)
+        count = smallest << decade
+        y = tl.minimum(y, a * (count * 10.0 ** (bits - 2 - decade) / 0.9) + count * (8 / 9))
+    y = tl.minimum(y, (smallest << (bits - 1)) - 0.25)
+    begin = (y.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # the power of two below
+    early = _saturated((y - begin) * -16777216.0 + 0.2 * 16777216.0)
+    last = _saturated(x * 1073741824.0 - lines[3 * smallest - 1] * 1073741824.0)
+    return (y + last + 8388607.5) - (early + least)  # a sum of 2²³ has no room for a fraction: it is cut off
 
 
 @jit
@@ -159,26 +209,25 @@ def _e4m3_code(a: Values) -> Values:
 
 
 @jit
-def _first_code(x: Values, edges: Pointer, kind: constexpr, bits: constexpr) -> Values:
+def _first_code(x: Values, lines: constexpr, kind: constexpr, bits: constexpr) -> Values:
     if kind == "fp8":
         code = _e4m3_code(tl.abs(x))
         code = tl.where((x < 0) & (code > 0), code + 128, code)
     else:
-        code = _dynamic_code(x, edges, bits, 1)
-        code = tl.where(x > tl.load(edges + bits - 1), 1 << (bits - 1), code)
-        code = tl.where(x < 0, -code, code) + ((1 << (bits - 1)) - 1)
+        code = _dynamic_code(x, lines, bits, 1, 8388608.0).to(tl.int32, bitcast=True)
+        code = (code | (x.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)
+        code = (code + (8388608.0 + ((1 << (bits - 1)) - 1))).to(tl.int32, bitcast=True) & ((1 << bits) - 1)
     return code
 
 
 @jit
-def _second_code(x: Values, edges: Pointer, kind: constexpr, bits: constexpr) -> Values:
+def _second_code(x: Values, lines: constexpr, kind: constexpr, bits: constexpr) -> Values:
     if kind == "fp8":
         code = tl.maximum(_e4m3_code(x), 1)
     elif bits == 4:
         code = tl.minimum(tl.maximum(tl.ceil(x * 16 - 1.5).to(tl.int32), 0), 15)
     else:
-        code = _dynamic_code(x, edges, bits, 2)
-        code = tl.where(x > tl.load(edges + bits - 1), 255, code)
+        code = _dynamic_code(x, lines, bits, 2, 1.0).to(tl.int32, bitcast=True) & 255
     return code
 
 
@@ -227,13 +276,14 @@ def _scaled(x: Values, scale: Values) -> Values:
 
 @jit
 def _moved(
-    w: Values, m: Values, v: Values, g: Values, scalars: Pointer,
+    w: Values, m: Values, v: Values, m_scale: Values, v_scale: Values, g: Values, scalars: Pointer,
     lr: float, beta1: float, beta2: float, eps: float, decay: float,
 ) -> Values:  # fmt: skip
-    """A weight and its moments after the update, by one division: here arithmetic takes as long as memory."""
-    g = g * tl.load(scalars)
-    m = m * beta1 + g * (1 - beta1)
-    v = v * beta2 + g * g * (1 - beta2)
+    """A weight and its moments, which are given over their blocks' scales, after the update."""
+    factor = tl.load(scalars)
+    m = m * (m_scale * beta1)[:, None] + g * (factor * (1 - beta1))
+    g = g * (factor * tl.sqrt(1 - beta2))
+    v = v * (v_scale * beta2)[:, None] + g * g
     first, second = 1.0 / tl.load(scalars + 1), 1.0 / tl.load(scalars + 2)
     ratio = (m * first) / (tl.sqrt(v * second) + eps)
     return w * (1 - lr * decay) - lr * ratio, m, v
@@ -314,7 +364,6 @@ def _adamw_quantized(
     scalars: Pointer,
     updates: Pointer,
     draws: Pointer,
-    tables: Pointer,
     lr: float,
     beta1: float,
     beta2: float,
@@ -331,6 +380,7 @@ def _adamw_quantized(
     aligned: constexpr,
     block: constexpr,
     each: constexpr,
+    lines: constexpr,
 ) -> None:
     if tl.load(scalars + 3) == 0:
         return
@@ -344,19 +394,16 @@ def _adamw_quantized(
     second_bytes = _byte_pointer(tl.load(fixed + 3 * count + owner), aligned)
     second_scales = _pointer(tl.load(fixed + 4 * count + owner), "fp32", False) + number
     beside = tl.load(fixed + 5 * count + owner)
-    second_values = tables + (1 << bits)
-    first_edges = second_values + (1 << bits)
-    second_edges = first_edges + bits
 
     gradient = _pointer(tl.load(given + owner), grad_dtype, aligned) + at
     g = tl.load(gradient, mask=inside, other=0.0).to(tl.float32)
-    m = tl.load(tables + _codes(first_bytes, bytes_at, column, inside, bits))
-    v = tl.load(second_values + _codes(second_bytes, bytes_at, column, inside, bits))
-    m = m * tl.load(first_scales, mask=exists, other=0.0)[:, None]
-    v = v * tl.load(second_scales, mask=exists, other=0.0)[:, None]
+    m = _first_value(_codes(first_bytes, bytes_at, column, inside, bits), kind, bits)
+    v = _second_value(_codes(second_bytes, bytes_at, column, inside, bits), kind, bits)
+    m_scale = tl.load(first_scales, mask=exists, other=0.0)
+    v_scale = tl.load(second_scales, mask=exists, other=0.0)
     master = tl.load(fixed + owner)
     w = _weight(master, beside, at, inside, form, aligned)
-    w, m, v = _moved(w, m, v, g, scalars, lr, beta1, beta2, eps, decay)
+    w, m, v = _moved(w, m, v, m_scale, v_scale, g, scalars, lr, beta1, beta2, eps, decay)
 
     agreed_first, agreed_second = first_scales, second_scales
     if way != "update":
@@ -366,17 +413,18 @@ def _adamw_quantized(
         first_scale = tl.load(agreed_first, mask=exists, other=0.0)
         second_scale = tl.load(agreed_second, mask=exists, other=0.0)
     else:
-        first_scale = tl.max(tl.where(inside, tl.abs(m), 0.0), axis=1)
-        second_scale = tl.max(tl.where(inside, v, 0.0), axis=1)
+        if ragged:  # else a block is here whole, or not at all
+            m, v = tl.where(inside, m, 0.0), tl.where(inside, v, 0.0)
+        first_scale, second_scale = tl.max(tl.abs(m), axis=1), tl.max(v, axis=1)
         if kind == "fp8":  # over the largest number of e4m3
             first_scale, second_scale = first_scale / 448.0, second_scale / 448.0
     if way == "measure":
         tl.store(agreed_first, first_scale, mask=exists)
         tl.store(agreed_second, second_scale, mask=exists)
     else:
-        code = _first_code(_scaled(m, first_scale), first_edges, kind, bits)
+        code = _first_code(_scaled(m, first_scale), lines, kind, bits)
         _store_codes(first_bytes, code, bytes_at, column, inside, bits, block, each)
-        code = _second_code(_scaled(v, second_scale), second_edges, kind, bits)
+        code = _second_code(_scaled(v, second_scale), lines, kind, bits)
         _store_codes(second_bytes, code, bytes_at, column, inside, bits, block, each)
         tl.store(first_scales, first_scale, mask=exists)
         tl.store(second_scales, second_scale, mask=exists)

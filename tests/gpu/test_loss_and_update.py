@@ -10,6 +10,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "kernels"))
 
 import kernel_cases
+import test_adamw_quantized
 import test_one_pass_bf16
 from kernel_cases import TYPES, draw
 from loss_cases import assert_exact, in_parts, some_targets
@@ -115,3 +116,23 @@ def test_one_pass_over_bf16_weights_and_states_is_the_plain_twins(monkeypatch, k
         # The same draws: a number on the border of two may fall the other way, and what depends on it follows.
         near = mine == theirs if mine.dtype == torch.bfloat16 else torch.isclose(mine, theirs, rtol=2.0**-18, atol=1e-8)
         assert near.float().mean() > 0.99
+
+
+@pytest.mark.parametrize("moment", [0, 1])
+@pytest.mark.parametrize("state_dtype", ["int8", "int4", "fp8"])
+def test_codes_of_moments_are_those_of_the_map(monkeypatch, state_dtype, moment):
+    monkeypatch.setattr(test_adamw_quantized, "DEVICE", "cuda")
+    test_adamw_quantized.test_the_kernels_lines_are_the_map(state_dtype, moment)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "split", "none"])
+@pytest.mark.parametrize("state_dtype", ["int8", "int4", "fp8"])
+def test_one_pass_over_quantized_states_is_the_plain_one(monkeypatch, state_dtype, kind):
+    monkeypatch.setattr(test_adamw_quantized, "DEVICE", "cuda")
+    test_adamw_quantized.test_an_optimizer_moves_as_by_plain_operations(state_dtype, kind)
+
+
+@pytest.mark.parametrize("state_dtype", ["int8", "int4", "fp8"])
+def test_scales_measured_first_give_the_reference(monkeypatch, state_dtype):
+    monkeypatch.setattr(test_adamw_quantized, "DEVICE", "cuda")
+    test_adamw_quantized.test_the_kernel_moves_as_the_reference(state_dtype, "measured first")

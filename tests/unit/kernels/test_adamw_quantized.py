@@ -9,9 +9,11 @@ from kernel_cases import DEVICE, interpreted
 from torch import Tensor, nn
 
 from meshwright.config import load
+from meshwright.kernels import adamw_quantized as kernel
 from meshwright.kernels.adamw import AdamWStep
 from meshwright.kernels.adamw_quantized import QuantizedGroup, QuantizedMoments
-from meshwright.kernels.blockwise import MAPS, Codec, codecs, dynamic_map, packed, unpacked
+from meshwright.kernels.blockwise import MAPS, Codec, codecs, dynamic_map, packed, unpacked, values_by_code
+from meshwright.kernels.dispatch import Pointer, constexpr, jit, tl
 from meshwright.optim import master_weights
 from meshwright.optim.clip import GradStats
 from meshwright.optim.resident import ResidentOptimizer
@@ -111,6 +113,48 @@ def test_parts_of_a_row_have_the_blocks_of_the_whole():
         assert not torch.equal(own, whole[:, : 200 // per_byte])
 
 
+@jit
+def _through_the_map(
+    x: Pointer, codes: Pointer, values: Pointer,
+    moment: constexpr, lines: constexpr, kind: constexpr, bits: constexpr, size: constexpr,
+) -> None:  # fmt: skip
+    """Codes of some elements, and the values of those codes."""
+    at = tl.program_id(0) * size + tl.arange(0, size)
+    if moment == 0:
+        code = kernel._first_code(tl.load(x + at), lines, kind, bits)
+        value = kernel._first_value(code, kind, bits)
+    else:
+        code = kernel._second_code(tl.load(x + at), lines, kind, bits)
+        value = kernel._second_value(code, kind, bits)
+    tl.store(codes + at, code)
+    tl.store(values + at, value)
+
+
+@interpreted
+@pytest.mark.parametrize("state_dtype", DTYPES)
+@pytest.mark.parametrize("moment", [0, 1])
+def test_the_kernels_lines_are_the_map(state_dtype, moment):
+    """On both sides of every border, at every value, and over ten decades."""
+    codec, size = codecs(state_dtype, torch.float64, torch.device("cpu"))[moment], 4096
+    values, middles = torch.tensor(MAPS[state_dtype][moment], dtype=torch.float64), codec.middles
+    over = 10 ** (-10 * torch.rand(11 * size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+    # 2 · 10⁻⁶ beside a border is half a hundredth of the narrowest interval; the lowest one begins at 0.
+    x = torch.cat([values, middles * (1 - 2e-6), middles * (1 + 2e-6), over * codec.largest, torch.zeros(1)])
+    x = torch.cat([x, -x]) if moment == 0 else x
+    x = x[(x.abs() <= codec.largest) & ((x[:, None] / middles - 1).abs().amin(1) > 1e-6)].float()
+    x = torch.nn.functional.pad(x, (0, -len(x) % size)).to(DEVICE)
+    codes, found = torch.zeros_like(x, dtype=torch.int32), torch.zeros_like(x)
+    bits = FORMATS[state_dtype].bits
+    _through_the_map[(len(x) // size,)](
+        x, codes, found, moment=moment, lines=kernel._lines(state_dtype), kind=state_dtype, bits=bits, size=size
+    )
+    index = torch.bucketize(x.double().cpu(), middles)
+    exact = index.int() if codec.codes is None else codec.codes[index].int()
+    assert torch.equal(codes.cpu(), exact)
+    by_code = torch.tensor(values_by_code(state_dtype, moment))[exact]
+    torch.testing.assert_close(found.cpu(), by_code, rtol=1e-6, atol=0)
+
+
 def made(state_dtype: str, form: str) -> tuple[QuantizedGroup, list[Tensor]]:
     random, format = torch.Generator().manual_seed(1), FORMATS[state_dtype]
     masters, moments, beside = [], [], []
@@ -208,6 +252,8 @@ def test_an_optimizer_moves_as_by_plain_operations(state_dtype, kind):
     for mine, theirs in zip(fused, plain, strict=True):
         assert mine.dtype == theirs.dtype
         if mine.dtype == torch.float32:  # a moment or a master weight; a code on a border may fall the other way
-            assert torch.isclose(mine, theirs, rtol=2.0**-18, atol=1e-7).float().mean() > 0.99
+            # A ratio's rounding is 10⁻⁵ of an interval, so that 0.2 do of 12,000: of 80 scales one may follow.
+            apart = ~torch.isclose(mine, theirs, rtol=2.0**-18, atol=1e-7)
+            assert apart.sum() <= max(1, 0.01 * apart.numel())
         else:  # codes, bf16 weights, low bits
             assert (mine.view(torch.uint8) == theirs.view(torch.uint8)).float().mean() > 0.98

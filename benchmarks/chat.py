@@ -31,11 +31,11 @@ from transformers import __version__ as transformers_version
 
 from meshwright.config.run import Data, Source
 from meshwright.data import sources, tokenize
+from meshwright.data.chat import NAMED, ChatTemplate
 from meshwright.data.conversation import conversation
 from meshwright.data.mask import Masker
 from meshwright.data.pack import best_fit
 from meshwright.data.sources import read_objects
-from meshwright.data.template import NAMED, ChatTemplate
 
 RESULTS = Path(__file__).parents[1] / "results" / "chat.json"
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels.experts import combine_rows, dispatch_rows, grouped_matmul
-from meshwright.kernels.experts_fp8 import grouped_matmul_fp8
+from meshwright.kernels.experts import combine_rows, dispatch_rows, grouped_matmul, grouped_matmul_fp8
 from meshwright.models.moe import MoELayer, grouped, mix_grouped
 from meshwright.spec.arch import Arch
 

@@ -101,8 +101,7 @@ def data(options: argparse.Namespace) -> int:
 def _prepare(options: argparse.Namespace) -> int:
     """Tokenise the pieces of a run's text that are not in the cache yet."""
     from meshwright.cli.train import examined
-    from meshwright.data.prepare import prepare
-    from meshwright.data.workers import prepare_pieces
+    from meshwright.data.prepare import prepare, prepare_pieces
     from meshwright.runtime.object_store import require_writable
 
     say = words.say_to(machine=options.json)

@@ -229,7 +229,7 @@ def _supervised(
 def _launch_machine(run: Run, options: argparse.Namespace, place: "NodePlace") -> int:
     """Supervise the ranks of one machine of several, whose replicas can do without those of the others."""
     from meshwright.cli import preflight
-    from meshwright.launch.machine_session import MachineSession
+    from meshwright.launch.node import MachineSession
     from meshwright.runtime import meeting, ranks
     from meshwright.runtime import run_folder as folders
     from meshwright.runtime.links import interface_towards, is_loopback

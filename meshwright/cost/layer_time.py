@@ -221,7 +221,7 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
     moved = _between_bytes(at, mixture)
     casts, back_casts = (at.speed.casts * each for each in _cast_bytes(shapes, experts, at))
     weight_products = sum(_product(count, n, k, m, at, back=True) for count, m, n, k in shapes)
-    # Of experts they are no narrower than bf16, see kernels/experts_fp8.py.
+    # Of experts they are no narrower than bf16, see kernels/experts.py.
     weight_products += sum(count * _head_product(n, k, m, at) for count, m, n, k in experts)
     products = sum(_product(count, m, n, k, at) for count, m, n, k in shapes)
     products += sum(_expert_product(count, m, n, k, at) for count, m, n, k in experts)

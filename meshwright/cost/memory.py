@@ -31,11 +31,10 @@ from meshwright.cost.rank_view import placement, stage_lengths, still_blocks
 from meshwright.cost.resident import PIECE, SLOTS, buffered, hosted, largest_weight, served, sharded
 from meshwright.cost.traffic import FIRST
 from meshwright.hardware.cluster import Cluster
-from meshwright.spec.notebook import html_table
 from meshwright.spec.params import trained
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import Kind, Schedule, actions
-from meshwright.spec.units import GIB
+from meshwright.spec.units import GIB, html_table
 
 STEADY: tuple[Schedule, ...] = ("1f1b", "interleaved", "zb1p", "zbv", "dualpipev")  # rounds in their middle are alike
 ROUNDS = 4  # microbatches ÷ pp after which a further round shows a rank nothing new

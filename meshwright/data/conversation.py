@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from meshwright.data.template import BEGIN, CLOSE, REASONING
+from meshwright.data.chat import BEGIN, CLOSE, REASONING
 from meshwright.spec.problem import mistake
 
 Message = dict[str, Any]

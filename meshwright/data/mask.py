@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
+from meshwright.data.chat import ChatTemplate, Span, TemplateError
 from meshwright.data.conversation import REPAIR, Conversation, quoted
-from meshwright.data.template import ChatTemplate, Span, TemplateError
-from meshwright.data.words import Words, words_of
+from meshwright.data.tokenize import Words, words_of
 from meshwright.spec.problem import InputError, mistake
 
 TrainOn = Literal["assistant", "completion", "all", "last"]

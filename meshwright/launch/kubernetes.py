@@ -2,15 +2,92 @@
 
 In each a pod is a machine. All ranks leave when one is lost, so all pods end, and all start again: after exit codes 10
 and 11, and when a pod is evicted, but not after a mistake that would only happen again.
+
+What the pods of Kubernetes, Kubeflow and Volcano have in common comes first.
 """
 
 from typing import Any
 
-from meshwright.launch import pods
-from meshwright.launch.job import Launch, LaunchFile, LaunchJob
-from meshwright.launch.quoting import yaml_documents
+import msgspec
+
+from meshwright.config import load
+from meshwright.launch.job import Launch, LaunchFile, LaunchJob, mounted, pod_word, yaml_documents
+from meshwright.runtime.failure import Exit
 from meshwright.runtime.place import DEFAULT_PORT
 from meshwright.spec.problem import mistake
+
+FILES = "/etc/meshwright"  # where pods find the run file
+CONTAINER = "node"
+MEET_SECONDS = 600.0  # images are pulled on each machine by itself, and names are known when a pod is there
+RESUMABLE = (int(Exit.PREEMPTED), int(Exit.RESUMABLE))
+
+
+def run_map(job: LaunchJob) -> dict[str, Any]:
+    """The run file, as a ConfigMap."""
+    faults = msgspec.structs.replace(job.run.faults, meet_seconds=max(job.run.faults.meet_seconds, MEET_SECONDS))
+    text = load.write(msgspec.structs.replace(job.run, faults=faults))
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(job), "data": {"run.toml": text}}
+
+
+def metadata(job: LaunchJob) -> dict[str, Any]:
+    """A name, and a namespace where one is said."""
+    said = job.target.namespace
+    return {"name": job.label, **({"namespace": said} if said else {}), "labels": {"app": job.label}}
+
+
+def words(job: LaunchJob, address: str = "", port: int = 0) -> list[str]:
+    """What a pod runs; no shell reads it, and Kubernetes replaces nothing in it."""
+    meet = ["--master", f"{address}:{port}"] if address else []
+    return [pod_word(word) for word in (*job.node(f"{FILES}/run.toml"), "--node-rank", "auto", *meet)]
+
+
+def resources(job: LaunchJob) -> dict[str, Any]:
+    """GPUs and cores of a pod."""
+    vendor = "amd.com/gpu" if job.card.startswith("mi") else "nvidia.com/gpu"
+    limits = {vendor: str(job.gpus)} if job.gpus else {}
+    cpus = {"cpu": str(job.target.cpus * job.per_node)} if job.target.cpus else {}
+    return {**({"limits": limits} if limits else {}), **({"requests": limits | cpus} if limits or cpus else {})}
+
+
+def volumes(job: LaunchJob) -> list[dict[str, Any]]:
+    """The run file, the run folder, and shared memory, of which a pod has 64 MB unless it is mounted."""
+    return [
+        {"name": "run-file", "configMap": {"name": job.label}},
+        {"name": "runs", "persistentVolumeClaim": {"claimName": mounted(job)[0]}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+
+
+def mounts(job: LaunchJob) -> list[dict[str, Any]]:
+    """Where they are."""
+    return [
+        {"name": "run-file", "mountPath": FILES, "readOnly": True},
+        {"name": "runs", "mountPath": mounted(job)[1]},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+
+
+def container(job: LaunchJob, name: str, command: list[str]) -> dict[str, Any]:
+    """A machine's ranks."""
+    return {
+        "name": name,
+        "image": job.target.image,
+        "command": command,
+        "workingDir": mounted(job)[1],
+        "resources": resources(job),
+        "volumeMounts": mounts(job),
+    }
+
+
+def pod(job: LaunchJob, command: list[str], restart: str, name: str = CONTAINER) -> dict[str, Any]:
+    """The pod of one machine, with time to save before it is killed."""
+    return {
+        "restartPolicy": restart,
+        "terminationGracePeriodSeconds": job.save_seconds,
+        "containers": [container(job, name, command)],
+        "volumes": volumes(job),
+    }
+
 
 RUNTIME = "torch-distributed"  # that Kubeflow's Trainer comes with; its replicated job and container are named node
 NODE = "node"
@@ -18,7 +95,7 @@ NODE = "node"
 
 def launch(job: LaunchJob) -> Launch:
     """One file: the run file as a ConfigMap, and the job."""
-    text = yaml_documents([pods.run_map(job), *KINDS[job.target.kind](job)])
+    text = yaml_documents([run_map(job), *KINDS[job.target.kind](job)])
     name = f"{job.target.kind}.yaml"
     return Launch(
         files=(LaunchFile(name=name, text=text),),
@@ -31,23 +108,23 @@ def train_job(job: LaunchJob) -> list[dict[str, Any]]:
     """Kubeflow Trainer v2. Its runtime says where rank 0 is; restarts are the runtime's JobSet's."""
     patch = {
         "terminationGracePeriodSeconds": job.save_seconds,
-        "volumes": pods.volumes(job),
-        "containers": [{"name": NODE, "volumeMounts": pods.mounts(job)}],
+        "volumes": volumes(job),
+        "containers": [{"name": NODE, "volumeMounts": mounts(job)}],
     }
     replicated = {"name": NODE, "template": {"spec": {"template": {"spec": patch}}}}
     return [
         {
             "apiVersion": "trainer.kubeflow.org/v1alpha1",
             "kind": "TrainJob",
-            "metadata": pods.metadata(job),
+            "metadata": metadata(job),
             "spec": {
                 "runtimeRef": {"name": RUNTIME},
                 "trainer": {
                     "image": job.target.image,
-                    "command": pods.words(job),
+                    "command": words(job),
                     "numNodes": job.nodes,
                     "numProcPerNode": job.per_node,
-                    "resourcesPerNode": pods.resources(job),
+                    "resourcesPerNode": resources(job),
                 },
                 "runtimePatches": [
                     {
@@ -66,9 +143,9 @@ def pytorch_job(job: LaunchJob) -> list[dict[str, Any]]:
     It starts again after every code but 0, so a run that people have stopped must end with that.
     """
     again = "OnFailure" if job.target.requeues else "Never"  # a kubelet starts again before anybody counts
-    pod = pods.pod(job, [*pods.words(job), "--stop-is-done"], again, "pytorch")
-    del pod["restartPolicy"]  # the replica's is the pod's
-    replica = {"restartPolicy": again, "template": {"spec": pod}}
+    body = pod(job, [*words(job), "--stop-is-done"], again, "pytorch")
+    del body["restartPolicy"]  # the replica's is the pod's
+    replica = {"restartPolicy": again, "template": {"spec": body}}
     replicas = {"Master": {"replicas": 1, **replica}}
     if job.nodes > 1:
         replicas["Worker"] = {"replicas": job.nodes - 1, **replica}
@@ -76,7 +153,7 @@ def pytorch_job(job: LaunchJob) -> list[dict[str, Any]]:
         {
             "apiVersion": "kubeflow.org/v1",
             "kind": "PyTorchJob",
-            "metadata": pods.metadata(job),
+            "metadata": metadata(job),
             "spec": {
                 "nprocPerNode": str(job.per_node),
                 "runPolicy": {"backoffLimit": job.target.requeues, "cleanPodPolicy": "Running"},
@@ -96,7 +173,7 @@ def job_set(job: LaunchJob) -> list[dict[str, Any]]:
         {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
-            "metadata": pods.metadata(job),
+            "metadata": metadata(job),
             "spec": {
                 "network": {"enableDNSHostnames": True, "subdomain": job.label},
                 "failurePolicy": {"maxRestarts": job.target.requeues, "rules": [mistake_stays]},
@@ -111,7 +188,7 @@ def plain_job(job: LaunchJob) -> list[dict[str, Any]]:
     spec = indexed(job, f"{job.label}-0.{job.label}")
     spec["template"]["spec"]["subdomain"] = job.label
     service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app": job.label}}
-    about = pods.metadata(job)
+    about = metadata(job)
     return [
         {"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": service},
         {"apiVersion": "batch/v1", "kind": "Job", "metadata": about, "spec": spec},
@@ -122,7 +199,7 @@ def indexed(job: LaunchJob, address: str) -> dict[str, Any]:
     """A Job whose pods know their number."""
     stays = {
         "action": "FailJob",
-        "onExitCodes": {"containerName": NODE, "operator": "NotIn", "values": [*pods.RESUMABLE, 137, 143]},
+        "onExitCodes": {"containerName": NODE, "operator": "NotIn", "values": [*RESUMABLE, 137, 143]},
     }
     moved = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     return {
@@ -133,7 +210,7 @@ def indexed(job: LaunchJob, address: str) -> dict[str, Any]:
         "podFailurePolicy": {"rules": [moved, stays]},
         "template": {
             "metadata": {"labels": {"app": job.label}},
-            "spec": pods.pod(job, pods.words(job, address, DEFAULT_PORT), "Never"),
+            "spec": pod(job, words(job, address, DEFAULT_PORT), "Never"),
         },
     }
 

@@ -1,7 +1,8 @@
 """The ranks of one machine of several, started and ended together, whose exit code is passed on.
 
 torchrun ends with 1 whatever its ranks end with; a scheduler that is to start a job again after 10 or 11, and not after
-2, needs the code itself.
+2, needs the code itself. A `MachineSession` is one machine from its command to its end: under each of its jobs in turn
+it meets the others.
 """
 
 import contextlib
@@ -9,8 +10,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -19,9 +20,10 @@ from meshwright.config.run import Run
 from meshwright.config.weights import CHECKPOINTS, present
 from meshwright.runtime import meeting, run_folder
 from meshwright.runtime.failure import Exit
+from meshwright.runtime.machines import Machines, Say
 from meshwright.runtime.neighbour import PartKeeper
 from meshwright.runtime.ranks import die_with_parent
-from meshwright.spec.problem import mistake
+from meshwright.spec.problem import InputError, mistake
 from meshwright.spec.units import plural
 
 LOOK_SECONDS = 0.05
@@ -194,3 +196,48 @@ def _signal(ranks: Sequence["subprocess.Popen[bytes]"], number: signal.Signals) 
         if rank.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.pid, number)
+
+
+class MachineSession:
+    """Which machine has the run folder changes: whoever decides for all tries to hold it.
+
+    `be` makes this machine one of a job to come, without replicas that are known to be faulty.
+    """
+
+    def __init__(self, run: Run, folder: Path, be: Callable[[Collection[int]], Machines], say: Say) -> None:
+        self.run, self.folder, self.be, self.say = run, folder, be, say
+        self.lives = list[Machines]()
+        self.held = list[Callable[[], None]]()
+
+    def meet(
+        self, condemned: Collection[int] = (), after: str = "", is_over: Callable[[], bool] = lambda: False
+    ) -> tuple[Machines, bool]:
+        """Begin or join a job; whether it begins here. `after`: one that is over. `is_over`: somebody asks to end."""
+        self._release()  # another machine may have to begin
+        self.lives.append(self.be(condemned))
+        return self.lives[-1], self.lives[-1].meet(self.run.faults.meet_seconds, self._claim, self.say, after, is_over)
+
+    def hold(self) -> None:
+        """Have the run folder, where it is free."""
+        if not self.held:
+            with suppress(InputError):
+                self.held.append(run_folder.locked(self.folder).close)
+
+    def refuse(self, error: InputError) -> None:
+        """What is wrong with the run, to those who wait for it to begin."""
+        for machines in self.lives[-1:]:
+            machines.refuse(error)
+
+    def close(self) -> None:
+        """This machine has ended, if it has not said so before."""
+        for machines in self.lives:
+            machines.close(Exit.FAILED)
+        self._release()
+
+    def _claim(self) -> None:
+        self.held.append(run_folder.Claim(self.folder, self.run).release)
+        (self.folder / run_folder.STOP).unlink(missing_ok=True)  # it was for those who have stopped
+
+    def _release(self) -> None:
+        while self.held:
+            self.held.pop()()

@@ -3,9 +3,8 @@
 import shlex
 from typing import Any
 
-from meshwright.launch.job import Launch, LaunchFile, LaunchJob, mounted
-from meshwright.launch.pods import RESUMABLE
-from meshwright.launch.quoting import yaml
+from meshwright.launch.job import Launch, LaunchFile, LaunchJob, mounted, yaml
+from meshwright.launch.kubernetes import RESUMABLE
 from meshwright.spec.problem import mistake
 
 REMOTE = "~/meshwright-run.toml"

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshwright.launch import node
-from meshwright.launch.job import AGAIN, RUN_FILE, Launch, LaunchFile, LaunchJob
-from meshwright.launch.quoting import label
+from meshwright.launch.job import AGAIN, RUN_FILE, Launch, LaunchFile, LaunchJob, label
 from meshwright.runtime.place import FIRST_PORT, PORTS
 from meshwright.spec.problem import Problem
 

@@ -1,7 +1,6 @@
 """Terraform: a skeleton for the machines themselves, side by side, with a shared file system and no open port."""
 
-from meshwright.launch.job import Launch, LaunchFile, LaunchJob
-from meshwright.launch.quoting import hcl
+from meshwright.launch.job import Launch, LaunchFile, LaunchJob, hcl
 from meshwright.spec.problem import mistake
 from meshwright.spec.units import plural
 

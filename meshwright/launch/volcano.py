@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from meshwright.launch import pods
-from meshwright.launch.job import Launch, LaunchFile, LaunchJob
-from meshwright.launch.quoting import yaml_documents
+from meshwright.launch import kubernetes
+from meshwright.launch.job import Launch, LaunchFile, LaunchJob, yaml_documents
 from meshwright.runtime.place import DEFAULT_PORT
 
 TASK = "node"
@@ -12,7 +11,7 @@ TASK = "node"
 
 def launch(job: LaunchJob) -> Launch:
     """One file: the run file as a ConfigMap, and the job."""
-    text = yaml_documents([pods.run_map(job), volcano_job(job)])
+    text = yaml_documents([kubernetes.run_map(job), volcano_job(job)])
     return Launch(
         files=(LaunchFile(name="volcano.yaml", text=text),),
         command=("kubectl", "apply", "-f", str(job.out / "volcano.yaml")),
@@ -25,17 +24,17 @@ def volcano_job(job: LaunchJob) -> dict[str, Any]:
     address = f"{job.label}-{TASK}-0.{job.label}"
     again = "RestartPod" if job.has_launchers else "RestartJob"  # the first is one of Volcano's since 1.11
     action = again if job.target.requeues else "TerminateJob"  # maxRetry = 0 is Volcano's word for its usual 3
-    restarts = [{"exitCode": code, "action": action} for code in (*pods.RESUMABLE, 137, 143)]
+    restarts = [{"exitCode": code, "action": action} for code in (*kubernetes.RESUMABLE, 137, 143)]
     task = {
         "name": TASK,
         "replicas": job.nodes,
-        "template": {"spec": pods.pod(job, pods.words(job, address, DEFAULT_PORT), "Never", TASK)},
+        "template": {"spec": kubernetes.pod(job, kubernetes.words(job, address, DEFAULT_PORT), "Never", TASK)},
         "policies": [{"event": "TaskCompleted", "action": "CompleteJob"}],
     }
     return {
         "apiVersion": "batch.volcano.sh/v1alpha1",
         "kind": "Job",
-        "metadata": pods.metadata(job),
+        "metadata": kubernetes.metadata(job),
         "spec": {
             "schedulerName": "volcano",
             "minAvailable": job.nodes,

@@ -23,8 +23,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Shard
 
+from meshwright.models.decoder import AheadBlock
 from meshwright.models.moe import Experts
-from meshwright.models.multi_token import AheadBlock
 from meshwright.parallel import deterministic, precision
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.model_spec import Blocks, ModelSpec, with_weights

@@ -14,8 +14,15 @@ from torch.nn.attention.flex_attention import BlockMask
 from meshwright.kernels import attention, cross_entropy
 from meshwright.kernels.attention import PLAIN, Scoring, apply_rope
 from meshwright.kernels.dispatch import Kernels, settle
-from meshwright.kernels.experts import combine_rows, dispatch_rows, grouped_matmul, low_rank_matmul, takes_grouped
-from meshwright.kernels.experts_fp8 import grouped_matmul_fp8, takes_fp8
+from meshwright.kernels.experts import (
+    combine_rows,
+    dispatch_rows,
+    grouped_matmul,
+    grouped_matmul_fp8,
+    low_rank_matmul,
+    takes_fp8,
+    takes_grouped,
+)
 from meshwright.kernels.gated import Activation, activate, gated
 from meshwright.kernels.norm import layer_norm_sum, rms_norm_sum
 from meshwright.models.decoder import Decoder

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from meshwright.models.multi_token import AheadBlock
+from meshwright.models.decoder import AheadBlock
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_spec import ModelSpec, note, present_blocks
 from meshwright.spec.plan import Plan, by_operation, runs

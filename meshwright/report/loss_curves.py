@@ -6,7 +6,7 @@ from html import escape
 
 import msgspec
 
-from meshwright.report import svg
+from meshwright.report import html
 from meshwright.report.plan_charts import short, ticks
 
 COLOURS = (
@@ -52,11 +52,11 @@ def picture(name: str, panels: Sequence[LossPanel], most: float = math.inf) -> s
     for number, each in enumerate(names):
         x = GAP + number % columns * 220
         y = TOP + HEIGHT + BELOW + number // columns * LEGEND
-        parts.append(svg.line(x, y - 4, x + 22, y - 4, stroke=colour(number), stroke_width=2.0, **_dashes(number)))
-        parts.append(svg.text(x + 28, y, svg.fitted(each, 190.0)))
+        parts.append(html.line(x, y - 4, x + 22, y - 4, stroke=colour(number), stroke_width=2.0, **_dashes(number)))
+        parts.append(html.text(x + 28, y, html.fitted(each, 190.0)))
     height = TOP + HEIGHT + BELOW + math.ceil(len(names) / columns) * LEGEND
     ends = "; ".join(f"{panel.title}: {', '.join(_end(curve) for curve in panel.curves)}" for panel in panels)
-    drawn = svg.drawing(width, height, name, f"Last losses. {ends}.", parts)
+    drawn = html.drawing(width, height, name, f"Last losses. {ends}.", parts)
     attributes = f'xmlns="http://www.w3.org/2000/svg" style="{STYLE}" width="{width:.0f}" height="{height:.0f}"'
     return drawn.replace("<svg", f"<svg {attributes}", 1) + "\n"
 
@@ -88,18 +88,18 @@ def _panel(panel: LossPanel, left: float, between: tuple[float, float], names: l
     def y(loss: float) -> float:
         return bottom - (min(loss, most) - low) / (high - low) * HEIGHT
 
-    yield svg.text(left, TOP - 22, panel.title, font_weight="bold")
+    yield html.text(left, TOP - 22, panel.title, font_weight="bold")
     for tick in ticks(high, low, most=6):
-        yield svg.line(left, y(tick), left + PANEL, y(tick), stroke=GRID)
-        yield svg.text(left - 6, y(tick) + 4, short(tick), text_anchor="end", fill=QUIET)
+        yield html.line(left, y(tick), left + PANEL, y(tick), stroke=GRID)
+        yield html.text(left - 6, y(tick) + 4, short(tick), text_anchor="end", fill=QUIET)
     places = [10.0**power for power in range(math.ceil(first), math.floor(last) + 1)] if panel.logarithmic else []
     for tick in places or ticks(max(counted), min(counted), most=5):
-        yield svg.line(x(tick), TOP, x(tick), bottom, stroke=GRID)
-        yield svg.text(x(tick), bottom + 15, short(tick), text_anchor="middle", fill=QUIET)
-    yield svg.text(left + PANEL, bottom + 30, panel.unit, text_anchor="end", fill=QUIET)
+        yield html.line(x(tick), TOP, x(tick), bottom, stroke=GRID)
+        yield html.text(x(tick), bottom + 15, short(tick), text_anchor="middle", fill=QUIET)
+    yield html.text(left + PANEL, bottom + 30, panel.unit, text_anchor="end", fill=QUIET)
     for curve in panel.curves:
         number = names.index(curve.name)
         path = " ".join(f"{x(where):.1f},{y(loss):.1f}" for where, loss in curve.points)
-        inner = svg.element("title", escape(_end(curve)))
+        inner = html.element("title", escape(_end(curve)))
         stroke = {"fill": "none", "stroke": colour(number), "stroke_width": 1.6, **_dashes(number)}
-        yield svg.element("polyline", inner, points=path, **stroke)
+        yield html.element("polyline", inner, points=path, **stroke)

@@ -5,12 +5,11 @@ from html import escape
 
 import msgspec
 
-from meshwright.report import run_summary, run_text, svg
-from meshwright.report.html import document, parts_table, section, table
+from meshwright.report import html, run_summary, run_text
+from meshwright.report.html import LEFT, RIGHT, ROW, SERIES, WIDTH, document, parts_table, section, table
 from meshwright.report.plan_charts import ChartEntry, StackedBar, short, ticks
 from meshwright.report.run_data import FolderFacts, duration
 from meshwright.report.run_summary import Curve, RunReport, Runs
-from meshwright.report.svg import LEFT, RIGHT, ROW, SERIES, WIDTH
 from meshwright.runtime.files import printable
 from meshwright.spec.units import plural
 
@@ -59,7 +58,7 @@ def _sections(facts: FolderFacts, report: RunReport, weight: float) -> Iterator[
         entries = tuple(ChartEntry(name=part.name, value=part.seconds) for part in report.parts if part.seconds > 0)
         spent = StackedBar(title=f"Where the time went: {duration(report.wall_seconds)}", unit="s", entries=entries)
         saves = "".join(f"<p>{escape(line)}</p>" for line in run_text.of_saves(report.saves))
-        yield section(spent.title, svg.whole(spent), saves + parts_table(spent))
+        yield section(spent.title, html.whole(spent), saves + parts_table(spent))
     if report.attempts:
         heads = ("session.attempt", "steps", "lost", "ready after", "start", "lasted", "ended by")
         rows = [
@@ -89,18 +88,18 @@ def pair_bars(report: RunReport) -> str:
         if predicted is None or measured is None:
             continue
         largest = max(predicted, measured) or 1.0  # each figure has its own scale
-        parts.append(svg.text(LEFT - 10, top + ROW + 4, svg.fitted(name, LEFT - 20), class_="name"))
+        parts.append(html.text(LEFT - 10, top + ROW + 4, html.fitted(name, LEFT - 20), class_="name"))
         for y, value, kind, colour in (
             (top, predicted, "predicted", "series-8"),
             (top + ROW, measured, "measured", "series-0"),
         ):
             words, width = run_text.shown(name, value), max(value / largest * (WIDTH - LEFT - RIGHT), 1.0)
-            parts.append(svg.rect(LEFT, y + 3, width, ROW - 6, f"{name}, {kind}: {words}", class_=colour))
-            parts.append(svg.text(WIDTH - RIGHT + 12, y + ROW / 2 + 4, f"{words} {kind}", class_="figure"))
+            parts.append(html.rect(LEFT, y + 3, width, ROW - 6, f"{name}, {kind}: {words}", class_=colour))
+            parts.append(html.text(WIDTH - RIGHT + 12, y + ROW / 2 + 4, f"{words} {kind}", class_="figure"))
         pair = (run_text.shown(name, value) for value in (predicted, measured))
         described.append(f"{name}: {' predicted, '.join(pair)} measured")
         top += PAIR
-    return svg.drawing(WIDTH, top - 4, "Predicted and measured", "; ".join(described) + ".", parts)
+    return html.drawing(WIDTH, top - 4, "Predicted and measured", "; ".join(described) + ".", parts)
 
 
 def chart(curves: Sequence[Curve], weight: float = 0.0) -> str:
@@ -121,21 +120,21 @@ def chart(curves: Sequence[Curve], weight: float = 0.0) -> str:
 
     def path(pairs: Sequence[tuple[float, float]], **attributes: str) -> str:
         places = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in pairs)
-        return svg.element("polyline", points=places, **attributes)
+        return html.element("polyline", points=places, **attributes)
 
     title, unit = curves[0].title, curves[0].unit
     parts = []
     for tick in ticks(high, low, most=5):
-        parts.append(svg.line(LEFT_EDGE, y(tick), right, y(tick), class_="grid"))
-        parts.append(svg.text(LEFT_EDGE - 8, y(tick) + 4, short(tick), class_="tick end"))
+        parts.append(html.line(LEFT_EDGE, y(tick), right, y(tick), class_="grid"))
+        parts.append(html.text(LEFT_EDGE - 8, y(tick) + 4, short(tick), class_="tick end"))
     whole = [tick for tick in ticks(last, first, most=8) if tick == round(tick)]
-    parts += [svg.text(x(tick), bottom + 17, f"{tick:,.0f}", class_="tick middle") for tick in whole]
-    parts.append(svg.text(right, bottom + 36, "step", class_="tick end"))
-    parts.append(svg.text(8, 14, unit or title, class_="tick"))
+    parts += [html.text(x(tick), bottom + 17, f"{tick:,.0f}", class_="tick middle") for tick in whole]
+    parts.append(html.text(right, bottom + 36, "step", class_="tick end"))
+    parts.append(html.text(8, 14, unit or title, class_="tick"))
     for step, what in (mark for each in curves for mark in each.marks):
-        inner = svg.element("title", escape(f"step {step}: {what}"))
+        inner = html.element("title", escape(f"step {step}: {what}"))
         place = min(max(x(step), LEFT_EDGE), right)
-        parts.append(svg.element("line", inner, x1=place, y1=TOP, x2=place, y2=bottom, class_="limit"))
+        parts.append(html.element("line", inner, x1=place, y1=TOP, x2=place, y2=bottom, class_="limit"))
     if weight:
         parts += [path(each.line, class_="faint", style=_stroke(number)) for number, each in enumerate(curves)]
     for number, each in enumerate(curves):
@@ -143,10 +142,10 @@ def chart(curves: Sequence[Curve], weight: float = 0.0) -> str:
         parts.append(path(line, class_="front", style=_stroke(number)))
         for step, value in each.points:
             words = f"{each.points_name}, step {step:.0f}: {short(value)} {unit}"
-            inner = svg.element("title", escape(f"{each.line_name}: {words}" if len(curves) > 1 else words))
+            inner = html.element("title", escape(f"{each.line_name}: {words}" if len(curves) > 1 else words))
             colour = f"series-{number % SERIES if len(curves) > 1 else 1}"
-            parts.append(svg.element("circle", inner, cx=x(step), cy=y(value), r=3.0, class_=colour))
-    return svg.drawing(WIDTH, HEIGHT, title, " ".join(map(_described, curves)), parts)
+            parts.append(html.element("circle", inner, cx=x(step), cy=y(value), r=3.0, class_=colour))
+    return html.drawing(WIDTH, HEIGHT, title, " ".join(map(_described, curves)), parts)
 
 
 def _stroke(number: int) -> str:

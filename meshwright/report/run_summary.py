@@ -36,9 +36,9 @@ from meshwright.runtime.records import (
 )
 from meshwright.search.budget import job_of
 from meshwright.spec.arch import Arch
-from meshwright.spec.notebook import html_table
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.units import html_table
 
 WARM_UP = (5, 1, 0)  # steps after a start that do not count, the first number that leaves half of them
 LAST = 20  # steps whose mean loss is reported, or a tenth of them where they are few

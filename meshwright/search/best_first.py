@@ -28,10 +28,9 @@ from meshwright.search.bounds import (
 )
 from meshwright.search.question import Question, variants
 from meshwright.search.space import AxesChoice
-from meshwright.spec.notebook import html_table
 from meshwright.spec.plan import FIELDS, Plan
 from meshwright.spec.quantized import FORMATS
-from meshwright.spec.units import GIB
+from meshwright.spec.units import GIB, html_table
 
 TOLD_APART = 0.02  # the same run measured twice differs by this much at best
 ALIKE = 0.05  # predictions err by as much at their best (results/accuracy.json): no reason for a more intricate plan

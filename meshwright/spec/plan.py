@@ -10,11 +10,10 @@ from typing import Literal
 import msgspec
 
 from meshwright.spec.arch import Arch
-from meshwright.spec.notebook import html_table
 from meshwright.spec.params import params
 from meshwright.spec.problem import Problem
 from meshwright.spec.schedule import SPLIT_BACKWARD, Schedule
-from meshwright.spec.units import plural
+from meshwright.spec.units import html_table, plural
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 FP8_MULTIPLE = 16  # of every dimension of an FP8 matmul, the reduced one too

@@ -23,9 +23,8 @@ from meshwright.config import evaluation
 from meshwright.config.run import Run
 from meshwright.config.weights import MODEL, TEXT, note_of
 from meshwright.data import tokenize
-from meshwright.data.chat import chat_template
+from meshwright.data.chat import TemplateError, chat_template
 from meshwright.data.prepare import Corpus
-from meshwright.data.template import TemplateError
 from meshwright.parallel.device import moment
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime.errand import Errand

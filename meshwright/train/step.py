@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from meshwright.config.run import Run
 from meshwright.data.loader import Batch, StepBatch
-from meshwright.models.decoder import Decoder
+from meshwright.models.decoder import Decoder, one_ahead
 from meshwright.models.layers import token_loss_sum
 from meshwright.models.moe import MoELayer
-from meshwright.models.multi_token import one_ahead
 from meshwright.parallel import context, fsdp, fused_kernels, tensor
 from meshwright.parallel.deterministic import Tree
 from meshwright.parallel.mesh import Mesh, local

@@ -29,13 +29,13 @@ from meshwright.config.huggingface import CONFIG, INDEX
 from meshwright.config.run import Eval, Optim, Run
 from meshwright.config.weights import RUN, TEXT, describe, note_of
 from meshwright.data import chat, tokenize
+from meshwright.data.chat import ChatTemplate, TemplateError
 from meshwright.data.conversation import Conversation, quoted
 from meshwright.data.mask import common
 from meshwright.data.pack import IGNORE, Arrays, BestFitPacking, packing
 from meshwright.data.prepare import Corpus, conversations, ends_of
 from meshwright.data.shards import Tokens
 from meshwright.data.sources import listing
-from meshwright.data.template import ChatTemplate, TemplateError
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers import token_loss_sum
 from meshwright.parallel.mesh import AXES, Mesh

@@ -8,7 +8,7 @@ from chats import byte_level
 from commands import meshwright
 from tokenizers import Tokenizer
 
-from meshwright.data.template import NAMED
+from meshwright.data.chat import NAMED
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE, LORA_RECIPE = (str(RECIPES / f"{name}.toml") for name in ("alpaca-7b", "alpaca-7b-lora"))

@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 from trials import make_corpus, make_run
 
-from meshwright.kernels.experts import combine_rows, dispatch_rows, takes_grouped
-from meshwright.kernels.experts_fp8 import grouped_matmul_fp8
+from meshwright.kernels.experts import combine_rows, dispatch_rows, grouped_matmul_fp8, takes_grouped
 from meshwright.models.moe import Experts, MoELayer, grouped, mix, mix_grouped, one_by_one
 from meshwright.parallel import mesh as meshes
 from meshwright.spec.arch import Arch

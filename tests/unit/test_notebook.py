@@ -9,7 +9,7 @@ import pytest
 from folders import H100, run_folder
 
 import meshwright
-from meshwright.spec.notebook import html_table
+from meshwright.spec.units import html_table
 
 EVIL = "<script>alert(1)</script>"
 WORDS = ("arch.preset=gpt2", "sequence=1024", "batch=8", "plan.shard=8", "plan.zero=3", "plan.precision=bf16")

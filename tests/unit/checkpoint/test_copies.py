@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint import saved
-from meshwright.checkpoint import chunk, copies, format, storage
+from meshwright.checkpoint import copies, format, storage, write
 from meshwright.checkpoint.copies import Copies, HostMemory
 from meshwright.checkpoint.state import TensorShard
 from meshwright.checkpoint.storage import Disk
@@ -53,7 +53,7 @@ def test_a_copy_has_the_bits_of_its_source_whatever_its_strides(dtype):
 def test_threads_write_the_same_chunk_as_one(tmp_path, monkeypatch):
     held = {f"weight/{number}": torch.randn(64, 65) for number in range(40)}
     for home, striped in ((tmp_path / "one", 2**40), (tmp_path / "many", 0)):
-        monkeypatch.setattr(chunk, "STRIPED_BYTES", striped)
+        monkeypatch.setattr(write, "STRIPED_BYTES", striped)
         monkeypatch.setattr(storage, "FLUSH_BYTES", 2**14)
         made = saved.saver(home, held, [])
         made.save(saved.progress(1))

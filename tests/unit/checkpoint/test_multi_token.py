@@ -17,9 +17,8 @@ from meshwright.config.presets import preset
 from meshwright.config.run import Run
 from meshwright.cost.flops import matmul_flops_per_token
 from meshwright.kernels.cross_entropy import IGNORE
-from meshwright.models.decoder import Decoder
+from meshwright.models.decoder import Decoder, one_ahead
 from meshwright.models.init import initial
-from meshwright.models.multi_token import one_ahead
 from meshwright.spec.params import buffers, count, params
 from meshwright.spec.plan import Plan
 

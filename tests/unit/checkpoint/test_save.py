@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from waiting import HANG
 
 from checkpoint import saved
-from meshwright.checkpoint import chunk, format, read, storage
+from meshwright.checkpoint import format, read, storage, write
 from meshwright.checkpoint import write as save
 from meshwright.checkpoint.storage import Disk
 from meshwright.checkpoint.write import Saver
@@ -124,7 +124,7 @@ def test_any_reader_of_safetensors_can_open_a_chunk(home):
 @pytest.mark.parametrize("striped", [False, True], ids=["one thread", "threads"])
 def test_a_kill_at_any_operation_leaves_the_step_before_or_the_new_one(home, tmp_path, monkeypatch, striped):
     if striped:
-        monkeypatch.setattr(chunk, "STRIPED_BYTES", 0)
+        monkeypatch.setattr(write, "STRIPED_BYTES", 0)
     whole = Cut(10**9)
     copy = tmp_path / "copy" / "checkpoints"
     shutil.copytree(home, copy)
@@ -206,7 +206,7 @@ class FailsOnce(Disk):
 
 def test_a_write_that_fails_between_is_told_though_the_last_flush_finds_nothing(home, monkeypatch):
     monkeypatch.setattr(storage, "FLUSH_BYTES", 1)
-    monkeypatch.setattr(chunk, "STRIPED_BYTES", 0)
+    monkeypatch.setattr(write, "STRIPED_BYTES", 0)
     (said,) = advance(home, 2, FailsOnce(monkeypatch))
     assert "step-2 was not saved (Input/output error)" in said
     assert sorted(os.listdir(home)) == ["latest", "step-1"]

@@ -11,11 +11,11 @@ from chats import MARKS, byte_level, sentence_piece, turns, write_lines
 from meshwright.config import load
 from meshwright.config.run import Data, Source
 from meshwright.data import chat
+from meshwright.data.chat import NAMED, ChatTemplate
 from meshwright.data.conversation import conversation
 from meshwright.data.mask import MaskedSample, Masker, truncated
 from meshwright.data.prepare import described, prepare, problems
 from meshwright.data.sources import listing, read_objects
-from meshwright.data.template import NAMED, ChatTemplate
 from meshwright.spec.problem import InputError
 
 PLAIN_CHATML = (

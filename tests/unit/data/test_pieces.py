@@ -14,9 +14,8 @@ from meshwright.cli.data import part_of
 from meshwright.cli.main import main
 from meshwright.config.run import Data, Source
 from meshwright.data import sources
-from meshwright.data.prepare import prepare, token_pieces
+from meshwright.data.prepare import prepare, prepare_pieces, token_pieces
 from meshwright.data.sources import listing
-from meshwright.data.workers import prepare_pieces
 from meshwright.runtime.object_store import RemoteFolder
 from meshwright.spec.problem import InputError
 

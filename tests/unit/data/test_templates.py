@@ -9,9 +9,9 @@ import pytest
 from chats import SPECIAL, byte_level, turns
 from tokenizers import Tokenizer
 
+from meshwright.data.chat import NAMED, ChatTemplate, TemplateError
 from meshwright.data.conversation import conversation
 from meshwright.data.mask import Masker
-from meshwright.data.template import NAMED, ChatTemplate, TemplateError
 from meshwright.spec.problem import InputError
 
 BEGIN, END = "<bos>", "<eos>"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
-from meshwright.data.words import Words, words_of
+from meshwright.data.tokenize import Words, words_of
 
 # As Llama 3 and Qwen cut, and as o200k does.
 LLAMA3 = (

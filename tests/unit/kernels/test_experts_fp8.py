@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels.experts_fp8 import grouped_matmul_fp8, quantize_along, takes_fp8, transposed
+from meshwright.kernels.experts import grouped_matmul_fp8, quantize_along, takes_fp8, transposed
 from meshwright.kernels.fp8 import E4M3
 
 LOADS = {"fair": [8, 8, 8], "skewed": [21, 1, 2], "one expert": [0, 24, 0], "a rest": [3, 0, 4]}

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.kernels.experts_fp8 import grouped_matmul_fp8
+from meshwright.kernels.experts import grouped_matmul_fp8
 from meshwright.kernels.fp8 import Fp8Linear
 
 

@@ -10,9 +10,20 @@ import pytest
 from meshwright.cli.launch import host_and_port
 from meshwright.cli.main import main
 from meshwright.hardware.cluster import cluster
-from meshwright.launch.job import LaunchJob, Target, file_system, folder_problems, layout, save_seconds
+from meshwright.launch.job import (
+    LaunchJob,
+    Target,
+    file_system,
+    folder_problems,
+    hcl,
+    label,
+    layout,
+    pod_word,
+    quoted,
+    save_seconds,
+    yaml,
+)
 from meshwright.launch.node import NodeRestarts, verdict
-from meshwright.launch.quoting import hcl, label, pod_word, quoted, yaml
 from meshwright.launch.slurm import gpus_of
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost.simulate import even_cost, play
-from meshwright.report import svg
-from meshwright.report.html import page
+from meshwright.report import html
+from meshwright.report.html import LETTER, fitted, page, uncovered
 from meshwright.report.plan_charts import ChartEntry, Pictures, PipelineChart, Point, StackedBar
-from meshwright.report.svg import LETTER, fitted, uncovered
 from meshwright.spec.schedule import actions, default_chunks, stage_ranks
 
 EVIL = '<script>alert("1")</script>'
@@ -109,18 +108,18 @@ def test_pictures_tell_what_they_show_to_those_who_cannot_see():
 
 
 def test_the_stack_is_as_wide_as_its_parts_and_ends_where_the_sum_does():
-    rects = shapes(svg.whole(MEMORY), "rect")
+    rects = shapes(html.whole(MEMORY), "rect")
     stack = [rect for rect in rects if float(rect["y"]) == 4]
     rows = [rect for rect in rects if float(rect["y"]) != 4]
-    scale = (svg.WIDTH - svg.LEFT - svg.RIGHT) / 80.0
+    scale = (html.WIDTH - html.LEFT - html.RIGHT) / 80.0
     for parts in (stack, rows):
         widths = [float(part["width"]) for part in parts]
         assert sum(widths) == pytest.approx(61.5 * scale, abs=0.05)  # two digits are written
         ends = [float(part["x"]) + width for part, width in zip(parts, widths, strict=True)]
         starts = [float(part["x"]) for part in parts]
         assert starts[1:] == pytest.approx(ends[:-1], abs=0.02)
-    (limit,) = shapes(svg.whole(MEMORY), "line")
-    assert float(limit["x1"]) == pytest.approx(svg.LEFT + 80 * scale, abs=0.01)
+    (limit,) = shapes(html.whole(MEMORY), "line")
+    assert float(limit["x1"]) == pytest.approx(html.LEFT + 80 * scale, abs=0.01)
 
 
 def test_something_taken_off_lies_on_what_was_before():
@@ -129,7 +128,7 @@ def test_something_taken_off_lies_on_what_was_before():
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "looped", "zb1p", "zbv", "dualpipev"])
 def test_no_two_actions_of_a_rank_overlap(schedule):
-    drawn = svg.gantt(PipelineChart(title="x", timeline=timeline(schedule), shown=8, microbatches=8))
+    drawn = html.gantt(PipelineChart(title="x", timeline=timeline(schedule), shown=8, microbatches=8))
     lanes: dict[float, list[tuple[float, float]]] = {}
     for rect in shapes(drawn, "rect"):
         if rect["class"].startswith("action"):
@@ -139,13 +138,13 @@ def test_no_two_actions_of_a_rank_overlap(schedule):
         lane.sort()
         for (left, width), (right, _) in itertools.pairwise(lane):
             assert left + width <= right + 0.02  # two digits are written
-        assert lane[-1][0] + lane[-1][1] <= svg.WIDTH - 110 + 0.02
+        assert lane[-1][0] + lane[-1][1] <= html.WIDTH - 110 + 0.02
 
 
 @settings(derandomize=True, deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.floats(70, 800), st.floats(30, 290)), min_size=1, max_size=12))
 def test_no_number_lies_on_another(places):
-    boxes = [(x, y, len(name) * LETTER) for name, x, y in svg.labels(places, 300.0)]
+    boxes = [(x, y, len(name) * LETTER) for name, x, y in html.labels(places, 300.0)]
     for one, (x, y, width) in enumerate(boxes):
         assert 0 < y <= 300
         for left, top, other in boxes[:one]:

@@ -25,7 +25,7 @@ FLOAT = 4  # bytes
 Part = tuple[str, tuple[int, ...], bool]  # its name, its shape in bytes, and whether tp cuts it as the weight
 
 # Smaller weights keep fp32 states, as in Dettmers et al. (2022) and Li et al. (2023); so do vectors, and rows so short,
-# of convolutions for instance, that their scales would weigh more than their codes. Those of an adapter's B are its rank.
+# of convolutions for instance, that their scales would weigh more than their codes. An adapter B has rows of its rank.
 LEAST_ELEMENTS, LEAST_ROW = 4096, 8
 
 SCALES_ENDING = "_scales"  # how the names of states' scales in checkpoints end

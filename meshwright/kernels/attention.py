@@ -19,6 +19,7 @@ from meshwright.kernels.dispatch import Kernels, Pointer, Values, constexpr, fus
 BLOCK = 128  # queries and keys of a block: what FlexAttention's kernels are made for
 LEAST_HEAD_DIM = 16  # that they take
 TYPES = (torch.bfloat16, torch.float16)  # that they were tested in
+MOST_SHAPES = 64  # that one process compiles attention for: lengths, heads, windows, with a gradient and without
 
 
 class Scoring(NamedTuple):
@@ -101,6 +102,9 @@ def uncompiled(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, how: Scoring = 
 @cache
 def _compiled() -> Any:
     """One kernel per shape, faster than one for all; an error where it cannot be compiled, and no slow fallback."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, MOST_SHAPES)  # after 8, torch's own, it would end the run
     return torch.compile(uncompiled, dynamic=False, fullgraph=True)
 
 

@@ -1,12 +1,16 @@
 """Attention within documents: its blocks are those of the dense mask, and so is its result."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from meshwright.config.presets import preset
 from meshwright.cost import activations
+from meshwright.kernels import attention
 from meshwright.kernels.attention import (
     BLOCK,
     LEAST_HEAD_DIM,
@@ -106,3 +110,14 @@ def test_heads_too_narrow_and_wide_numbers_keep_the_dense_mask():
     assert takes_documents(16, torch.bfloat16)
     assert not takes_documents(8, torch.bfloat16)
     assert not takes_documents(16, torch.float32)
+
+
+def test_a_process_may_attend_over_many_lengths(monkeypatch):
+    """Torch gives up after eight shapes of one function: a run would end at the ninth."""
+    monkeypatch.setattr(attention.torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(dynamo, "recompile_limit", 8)
+    attend = attention._compiled.__wrapped__()  # as no earlier call has made it
+    with torch.no_grad():
+        for blocks in range(1, 11):
+            q = torch.randn(1, 1, blocks * BLOCK, 16)
+            attend(q, q, q, build_mask(torch.zeros(1, q.shape[2], dtype=torch.int64)))

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 QLORA = (
     *("arch.hidden=1024", "arch.head_dim=64", "arch.ffn=4096", "arch.layers=4", "sequence=32"),
     *("adapter.kind=qlora", "adapter.rank=8", "plan.replicate=1", "plan.precision=bf16", "data.eval_fraction=0.0"),
+    "optim.lr=1e-3",  # at the preset's 1e-2 the loss jumps, and any rounding changes it by 17 % in three steps
 )
 
 

@@ -5,8 +5,9 @@
     python benchmarks/models.py --promise                           # measure nothing: make a record's promises anew
 
 Ours runs through `meshwright bench`, in processes of its own, `--runs` times (three), and the slowest counts. The peer
-is the model that transformers makes of the config.json that `convert` would write, compiled as a whole, with fused
-AdamW, clipped and updated every step; its fastest run counts. Models are trained whole from fp32 weights under
+is the model that transformers makes of the config.json that `convert` would write, its layers and its loss compiled
+(whole, a model of 32 layers has not made a step after a minute), with fused AdamW, clipped and updated every step; its
+fastest run counts. Models are trained whole from fp32 weights under
 autocast; of adapters the base is bf16 and frozen, and peft's LoRA is beside every linear layer. A family's step is also
 put beside that of a Llama of the same shapes (`like`). Rows of an earlier record stay.
 """
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +75,18 @@ ROWS = (
     Row("qlora", "llama3.1-8b", 0, 2, 2048, words=QLORA, peer=""),
     Row("qlora-offload", "llama3.1-8b", 0, 2, 2048, words=f"{QLORA} plan.activation_offload=true", peer=""),
 )
+TITLES = {
+    "qwen3-moe": "Qwen3-30B-A3B, 12 of 48 layers, 128 experts",
+    "gpt-oss": "gpt-oss-20b, 8 of 24 layers",
+    "deepseek-v2-lite": "DeepSeek-V2-Lite, 8 of 27 layers, MLA",
+    "qwen3-8b": "Qwen3-8B, 12 of 36 layers",
+    "gemma3-4b": "Gemma-3-4B",
+    "olmo2-7b": "OLMo-2-7B, 16 of 32 layers",
+    "lora": "Llama-3.1-8B, LoRA, bf16",
+    "lora-fp8": "Llama-3.1-8B, LoRA, FP8 base and matmuls",
+    "qlora": "Llama-3.1-8B, QLoRA, int8 states, `recompute = full`",
+    "qlora-offload": "the same with `activation_offload`",
+}
 
 
 def arch_of(row: Row) -> Arch:
@@ -123,16 +137,16 @@ def as_llama(arch: Arch) -> list[str]:
     return ["tiny", *(f"arch.{name}={str(value).lower()}" for name, value in values.items())]
 
 
-def peer(row: Row) -> dict[str, Any]:
+def peer(row: Row, times: int) -> dict[str, Any]:
     """The peer's step, in a process of its own."""
-    command = [sys.executable, __file__, "--peer", json.dumps(row._asdict())]
+    command = [sys.executable, __file__, "--peer", json.dumps(row._asdict()), "--runs", str(times)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     return json.loads(lines[-1]) if lines else {"error": done.stderr[-2000:]}
 
 
-def measure_peer(row: Row) -> dict[str, Any]:
-    """The median step in seconds, of the fastest of three runs, and the peak of allocated memory."""
+def measure_peer(row: Row, times: int) -> dict[str, Any]:
+    """The median step in seconds, of the fastest of some runs, and the peak of allocated memory."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     import torch
     from torch import nn
@@ -140,9 +154,12 @@ def measure_peer(row: Row) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, vocab = transformers_model(row, device)
+    core = model.get_base_model() if row.peer == "peft" else model
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     if device.type == "cuda":
-        model.compile()
+        for layer in core.model.layers:
+            layer.compile()
+        core.loss_function = torch.compile(core.loss_function)
     optimizer = torch.optim.AdamW(trained, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     tokens = torch.randint(0, vocab, (row.microbatch, row.sequence), device=device)
 
@@ -157,10 +174,12 @@ def measure_peer(row: Row) -> dict[str, Any]:
     for _ in range(WARM_UP):
         step()
     finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    runs = [median_of(step, finish) for _ in range(RUNS)]
+    runs = [median_of(step, finish) for _ in range(times)]
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     count = sum(weight.numel() for weight in trained)
-    return {"step_seconds": min(runs), "runs": runs, "peak_allocated_bytes": peak, "trained": count}
+    versions = {name: version(name) for name in ("torch", "transformers", *(["peft"] if row.peer == "peft" else []))}
+    found = {"step_seconds": min(runs), "runs": runs, "peak_allocated_bytes": peak, "trained": count}
+    return found | {"versions": versions}
 
 
 def median_of(step: Callable[[], None], finish: Callable[[], None]) -> float:
@@ -214,6 +233,28 @@ def line(row: Row, found: dict[str, Any]) -> str:
     return text + (f"{seconds / like['step_seconds']:>9.3f}" if like else "")
 
 
+def table(records: list[dict[str, Any]]) -> str:
+    """The records as the page of measurements shows them."""
+    head = "| model, batch | step | tokens/s | MFU | peak GiB | ledger | ÷ Llama | peer | speed | memory |"
+    lines = [head, "|---|--:|--:|--:|--:|--:|--:|---|--:|--:|"]
+    for record in records:
+        row, mine, theirs = Row(**record["row"]), record["ours"], record["peer"]
+        seconds, peak = mine["step_seconds"], mine["peak_allocated_bytes"]
+        cells = [f"{TITLES[row.name]}, {row.microbatch} × {row.sequence}", f"{seconds * 1e3:.1f} ms"]
+        cells.append(f"{row.microbatch * row.sequence / seconds:,.0f}")
+        cells.append(f"{mine['mfu']:.1%}".replace("%", " %") + (" of FP8's peak" if "fp8" in row.plan else ""))
+        cells += [f"{peak / GIB:.1f}", f"{mine['predicted_bytes'] / peak - 1:+.1%}".replace("%", " %")]
+        cells.append(f"{seconds / record['like']['step_seconds']:.3f}" if record["like"] else "")
+        if theirs:
+            held = theirs["peak_allocated_bytes"]
+            cells.append(f"{row.peer} {theirs['step_seconds'] * 1e3:.1f} ms, {held / GIB:.1f} GiB")
+            cells += [f"{theirs['step_seconds'] / seconds:.2f} ×", f"{peak / held:.2f} ×"]
+        else:
+            cells += ["", "", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure, print a table, write the records."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -223,7 +264,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="the rows in small: whether everything runs")
     parser.add_argument("--only", action="append", metavar="NAME", choices=[row.name for row in ROWS])
     parser.add_argument("--alone", action="store_true", help="no Llama of the same shapes beside it")
-    parser.add_argument("--runs", type=int, default=RUNS, metavar="N", help="of ours, in processes of their own")
+    parser.add_argument(
+        "--runs", type=int, default=RUNS, metavar="N", help="of ours in processes of their own, and of a peer"
+    )
     parser.add_argument("--waterfall", action="store_true", help="take our steps apart too")
     parser.add_argument("--layers", type=int, default=0, metavar="N", help="so few of each model: no figures")
     parser.add_argument("--out", type=Path, default=Path("results/models.json"))
@@ -233,7 +276,7 @@ def main() -> None:
         promise_again(options.out)
         return
     if options.peer:
-        print(json.dumps(measure_peer(Row(**json.loads(options.peer)))))
+        print(json.dumps(measure_peer(Row(**json.loads(options.peer)), options.runs)))
         return
     before = json.loads(options.out.read_text()) if options.out.exists() else []
     records = {record["row"]["name"]: record for record in before}
@@ -248,7 +291,7 @@ def main() -> None:
             found["like"] = ours(row, as_llama(arch_of(row)), options)
             keep(records, options.out)
         if options.peers and row.peer:
-            found["peer"] = peer(row)
+            found["peer"] = peer(row, options.runs)
             keep(records, options.out)
         print(line(row, found), flush=True)
         for bar in (found["ours"].get("waterfall") or {}).get("shares", []):

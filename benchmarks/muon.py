@@ -172,6 +172,23 @@ def main() -> None:
             options.out.write_text(json.dumps(record, indent=2) + "\n")
 
 
+def table(record: dict[str, Any]) -> str:
+    """Updates and whole steps as the page of measurements shows them."""
+    head = "| shape | Muon's update | of a matmul's rate | AdamW's | with int8 states | a step by AdamW | by Muon | ÷ |"
+    lines = [head, "|---|--:|--:|--:|--:|--:|--:|--:|"]
+    for row in record["updates"]:
+        times = [f"{1e3 * row[f'{name} seconds']:.1f} ms" for name in OPTIMIZERS]
+        cells = [row["shape"], times[1], f"{row['share of it']:.0%}".replace("%", " %"), times[0], times[2]]
+        made = {
+            each["optimizer"]: each["bench"]["step_seconds"]
+            for each in record["steps"]
+            if each["shape"] == row["shape"]
+        }
+        cells += [f"{made['adamw']:.2f} s", f"{made['muon']:.2f} s", f"{made['muon'] / made['adamw']:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def keep(rows: list[dict[str, Any]], row: dict[str, Any], *key: str) -> None:
     """Put a row in the place of the one that has its key, or last."""
     rows[:] = [each for each in rows if any(each[name] != row[name] for name in key)] + [row]

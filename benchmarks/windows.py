@@ -71,6 +71,17 @@ def compared(shape: Shape) -> dict[str, Any]:
     return row | {"ratio": row["window"]["seconds"] / row["dense"]["seconds"]}
 
 
+def table(record: dict[str, Any]) -> str:
+    """The record as the page of measurements shows it."""
+    lines = ["| shape | heads | window of tokens | window | dense | ÷ |", "|---|--:|--:|--:|--:|--:|"]
+    for row in record["rows"]:
+        shape, seconds = row["shape"], [f"{1e3 * row[way]['seconds']:.2f} ms" for way in ("window", "dense")]
+        heads = f"{shape['heads']} of {shape['head_dim']}"
+        cells = [shape["name"], heads, f"{shape['window']:,} of {shape['length']:,}", *seconds, f"{row['ratio']:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Every shape, a line each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

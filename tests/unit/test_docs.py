@@ -311,6 +311,13 @@ def test_the_figures_of_silent_corruption_are_the_records():
     pages.agree(ROOT / "docs" / "faults.md", "corruption", script("corruption").table(record))
 
 
+@pytest.mark.parametrize("name", ["models", "muon", "windows"])
+def test_the_figures_of_a_gpu_are_the_records(name, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # these scripts share parts
+    record = json.loads((ROOT / "results" / f"{name}.json").read_text())
+    pages.agree(ROOT / "docs" / "measured.md", name, script(name).table(record))
+
+
 def test_the_promises_of_the_steps_on_a_gpu_are_todays_planners():
     gpu, records = script("gpu"), json.loads((ROOT / "results" / "gpu.json").read_text())
     for record in records:

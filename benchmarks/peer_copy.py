@@ -124,6 +124,8 @@ def figures(home: Path, every: int) -> dict[str, Any]:
                 raise RuntimeError(f"a copy failed: {said['failed']}")
             arrived.setdefault(said["step"], []).append(said["at"])
     spans = [(step, max(ats)) for step, ats in sorted(arrived.items()) if len(ats) == NODES]
+    if not spans:
+        sys.exit("no copy was whole on both machines in the time there was: give it more --seconds")
     beside: dict[int, list[float]] = {step: [] for step, _ in spans}
     quiet = list[float]()
     for made in steps[WARM_UP:]:
@@ -131,6 +133,8 @@ def figures(home: Path, every: int) -> dict[str, Any]:
             break  # the copy of a later save may be on its way, of whose arrival nobody knows
         saved = next((step for step, until in spans if step <= made.step and made.began < until), None)
         (quiet if saved is None else beside[saved]).append(made.seconds)
+    if not quiet:
+        sys.exit(f"every step had a copy beside it: raise --every, which is {every}")
     usual = statistics.median(quiet)
     ends = {made.step: made.ended for made in steps}
     copies = [

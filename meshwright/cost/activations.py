@@ -47,7 +47,7 @@ Quant = Literal["none", "fp8", "int8"]
 Selective = Literal["operations", "attention", "blocks"]
 
 
-class ActivationPolicy(msgspec.Struct, frozen=True, kw_only=True):
+class ActivationPolicy(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True):
     """What becomes of the activations that a block's backward needs."""
 
     recompute: str = "none"  # which blocks are recomputed, as spec/plan.py reads it
@@ -82,7 +82,7 @@ class ActivationPolicy(msgspec.Struct, frozen=True, kw_only=True):
         return sum(map(len, reached(self.runs(layers), still))) / (layers - still) if layers > still else 0.0
 
 
-class MicrobatchShape(msgspec.Struct, frozen=True, kw_only=True):
+class MicrobatchShape(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True):
     """One microbatch of one rank."""
 
     arch: Arch

@@ -13,7 +13,7 @@ MasterWeights = Literal["fp32", "split", "none"]  # as in config/run.py, optim.m
 StateDtype = Literal["fp32", "bf16", "int8", "int4", "fp8"]  # optim.state_dtype
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class Job(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True):
     """Everything that decides bytes and seconds of a step."""
 
     arch: Arch

@@ -7,6 +7,7 @@
 Kernels and collectives are timed in cost/primitives.py; a stack's factors are in hardware/stacks.
 """
 
+import math
 from collections.abc import Iterator
 from functools import cache, lru_cache
 from operator import add
@@ -106,10 +107,10 @@ class TimeTerms(NamedTuple):
         return work + self.tp + self.cp + self.ep + self.link
 
     def __add__(self, other: "TimeTerms") -> "TimeTerms":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return TimeTerms(*map(add, self, other))
+        return TimeTerms._make(map(add, self, other))
 
     def __mul__(self, times: float) -> "TimeTerms":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return TimeTerms(*[each * times for each in self])
+        return TimeTerms._make([each * times for each in self])
 
 
 NOTHING = TimeTerms()
@@ -128,13 +129,13 @@ class PassTimes(NamedTuple):
         return self.forward.seconds + self.recompute.seconds + self.input.seconds + self.weight.seconds
 
     def __add__(self, other: "PassTimes") -> "PassTimes":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return PassTimes(*map(add, self, other))
+        return PassTimes._make(map(add, self, other))
 
     def __mul__(self, times: float) -> "PassTimes":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return PassTimes(*[each * times for each in self])
+        return PassTimes._make([each * times for each in self])
 
 
-class LayerModel(msgspec.Struct, frozen=True, kw_only=True):
+class LayerModel(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True):
     """Everything that a layer's time depends on, looked up once."""
 
     job: Job
@@ -188,7 +189,7 @@ def layer_model(job: Job, efficiency: Efficiency | None = None) -> LayerModel:
         cp=plan.cp,
         cp_kind=plan.cp_kind,
         ep=plan.ep,
-        shard=plan.data,
+        shard=_fewest_shards(plan, job.cluster.domain),
         zero=1,
         microbatch=plan.microbatch,
         precision=plan.precision,
@@ -204,6 +205,13 @@ def layer_model(job: Job, efficiency: Efficiency | None = None) -> LayerModel:
         policy=activation_policy(msgspec.structs.replace(job, plan=levelled)),
         adding=0.0 if state_layout(job).sums == "never" else speed.accumulate_bytes,
     )
+
+
+def _fewest_shards(plan: Plan, domain: int) -> int:
+    """As few as the experts need, in one domain or in several as the plan's are: a layer's time depends on no more."""
+    fewest = plan.ep // math.gcd(plan.ep, plan.cp)
+    ranks = fewest * plan.cp * plan.tp
+    return fewest if plan.data * plan.cp * plan.tp <= domain else fewest * (domain // ranks + 1)
 
 
 @lru_cache(maxsize=16384)
@@ -247,20 +255,23 @@ def block(at: LayerModel, mixture: bool) -> PassTimes:
         cp=_over_cp(at, backward, back=True),
         ep=ep,
     )
-    each = NF4_BYTES if arch.adapter.held == "nf4" and at.plan.kernels != "plain" else DECODED_BYTES
-    decoded, decoded_back = (
-        TimeTerms(elementwise=moved_seconds(elements / tp * each, at.rates))
-        for elements in decoded_elements(arch, at.plan, mixture)
-    )
-    going, coming = going + decoded, coming + decoded_back
+    if arch.adapter.held != "bf16":
+        decoded, decoded_back = _decoding(at, mixture)
+        going, coming = going + decoded, coming + decoded_back
     weight = TimeTerms(products=share * weight_products, elementwise=moved_seconds(weights * at.adding, at.rates))
-    adapted = _adapters(at, mixture)
     # The device waits for the host: each pass takes no less than its launches.
     host = at.host + mixture * at.speed.moe_seconds
     late = max(host - going.seconds, 0.0)
     late_back = max(host - coming.seconds - weight.seconds, 0.0)
     plain = PassTimes(forward=going + TimeTerms(launch=late), input=coming + TimeTerms(launch=late_back), weight=weight)
-    return plain + adapted
+    return plain + _adapters(at, mixture) if arch.adapter.kind != "none" else plain
+
+
+def _decoding(at: LayerModel, mixture: bool) -> Iterator[TimeTerms]:
+    """What decoding a block's weights adds to its forward, and to its backward."""
+    each = NF4_BYTES if at.arch.adapter.held == "nf4" and at.plan.kernels != "plain" else DECODED_BYTES
+    for elements in decoded_elements(at.arch, at.plan, mixture):
+        yield TimeTerms(elementwise=moved_seconds(elements / at.plan.tp * each, at.rates))
 
 
 @cache

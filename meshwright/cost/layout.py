@@ -59,7 +59,7 @@ class StateRow(msgspec.Struct, frozen=True):
     home: Home = "device"
 
 
-class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
+class StateLayout(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True):
     """What a plan's flags and the optimizer's keys mean for the states of a rank."""
 
     rows: tuple[StateRow, ...]

@@ -20,7 +20,7 @@ NARROW = 2  # bytes of a number in the arithmetic of a product; fp8 is made from
 WIDE = ("fp32", "tf32", "fp64")  # precisions of four bytes or more
 
 
-class Rates(msgspec.Struct, frozen=True, kw_only=True):
+class Rates(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True):
     """What kernels of one precision reach on one accelerator."""
 
     peak: float  # operations a second of the data sheet
@@ -99,7 +99,7 @@ def moved_seconds(moved_bytes: float, at: Rates) -> float:
     return moved_bytes / at.bandwidth
 
 
-class GroupSpan(msgspec.Struct, frozen=True, kw_only=True):
+class GroupSpan(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True):
     """Where the ranks of a group sit: so many in each scale-up domain, in so many domains."""
 
     local: int

@@ -10,6 +10,7 @@ docs/time.md has every term in words.
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
@@ -290,16 +291,20 @@ def relay_seconds(forwards: Sequence[float], ranks: Sequence[int], microbatches:
 
 def least_pipeline(seconds: Sequence[float], forwards: Sequence[float], plan: Plan) -> float:
     """The busiest rank's work, and what must come before the first of it and after the last; from stages' seconds."""
-    ranks = placement(plan)
-    busy = [0.0] * plan.pp
+    starts = _starts(seconds, forwards, placement(plan), plan.schedule in DRAINED)
+    return max([before + busy * plan.grad_accum for before, busy in starts])
+
+
+def _starts(
+    seconds: Sequence[float], forwards: Sequence[float], ranks: Sequence[int], drained: bool
+) -> tuple[tuple[float, float], ...]:
+    """For each rank what must come before its first work, and after its last, and one microbatch's work."""
+    pp = max(ranks) + 1
+    busy = [0.0] * pp
     for each, rank in zip(seconds, ranks, strict=True):
         busy[rank] += each
-    first = seconds if plan.schedule in DRAINED else forwards
-    least = before = 0.0
-    for stage in range(plan.pp):  # the first stage that each rank holds
-        least = max(least, before + busy[ranks[stage]] * plan.grad_accum)
-        before += first[stage]
-    return least
+    before = accumulate((seconds if drained else forwards)[:pp], initial=0.0)  # the first stage that each rank holds
+    return tuple([(start, busy[rank]) for start, rank in zip(before, ranks[:pp], strict=False)])
 
 
 def _weights(job: Job, known: StepTimeline) -> WeightSeconds:
@@ -373,11 +378,21 @@ def _done(job: Job) -> float:
 
 
 def _working(at: LayerModel, job: Job) -> float:
-    kinds, places = kinds_of(job.arch, stage_lengths(job.arch, job.plan))
-    policy = activation_policy(job)
+    plan, lengths = job.plan, stage_lengths(job.arch, job.plan)
+    starts = _starts_of(at, lengths, placement(plan), plan.schedule in DRAINED, activation_policy(job))
+    least = max([before + busy * plan.grad_accum for before, busy in starts])
+    return least * (1 + slowest(plan.world, at.rates))
+
+
+@lru_cache(maxsize=16384)
+def _starts_of(
+    at: LayerModel, lengths: tuple[int, ...], ranks: tuple[int, ...], drained: bool, policy: ActivationPolicy
+) -> tuple[tuple[float, float], ...]:
+    """The same for every number of microbatches."""
+    kinds, places = kinds_of(at.arch, lengths)
     timed = [_seconds(at, kind, policy) for kind in kinds]
     seconds, forwards = [timed[place][0] for place in places], [timed[place][1] for place in places]
-    return least_pipeline(seconds, forwards, job.plan) * (1 + slowest(job.plan.world, at.rates))
+    return _starts(seconds, forwards, ranks, drained)
 
 
 @lru_cache(maxsize=16384)

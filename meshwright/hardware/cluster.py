@@ -38,7 +38,7 @@ POSITIVE = frozenset(
 )
 
 
-class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Gpu(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True, forbid_unknown_fields=True):
     """One kind of accelerator. Peaks are dense and from the data sheet; achievable shares of them are measured."""
 
     name: str
@@ -56,7 +56,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return 0.0 if precision == "fp64" else getattr(self, precision)
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Link(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True, forbid_unknown_fields=True):
     """A way for bytes, seen from one GPU."""
 
     name: str
@@ -65,7 +65,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     efficiency: float = 1.0  # the share of the nominal bandwidth that collectives reach
 
 
-class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Cluster(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True, forbid_unknown_fields=True):
     """Some GPUs of one kind: `domain` of them share the fast link, everything beyond goes over the network."""
 
     name: str

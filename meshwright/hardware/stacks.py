@@ -10,7 +10,7 @@ import msgspec
 from meshwright.hardware.cluster import Gpu
 
 
-class StackMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StackMemory(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True, forbid_unknown_fields=True):
     """The memory habits of one program. docs/memory.md says where each number comes from."""
 
     # fully_shard: fp32 weights are sharded, and all-gathered in the compute dtype for use.
@@ -43,7 +43,7 @@ class StackMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     high: float = 1.05
 
 
-class StackSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StackSpeed(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True, forbid_unknown_fields=True):
     """The habits of a training program that cost or save time. The defaults are an eager program's in torch."""
 
     # Kernels, beside those of the accelerator.
@@ -87,7 +87,7 @@ class StackSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     spread: float = 0.2
 
 
-class Stack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Stack(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True, forbid_unknown_fields=True):
     """The habits of one training program. Those of our own trainer are the entry `meshwright`."""
 
     name: str
@@ -119,7 +119,7 @@ def stack_of(framework: str) -> Stack:
 GENERIC = "generic"  # the entry for accelerators of which nothing was measured
 
 
-class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Efficiency(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True, forbid_unknown_fields=True):
     """What kernels of one kind of accelerator reach. Shares are of the data sheet's figure."""
 
     name: str

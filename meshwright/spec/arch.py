@@ -12,7 +12,7 @@ Router = Literal["topk", "noisy_topk", "switch", "gshard", "expert_choice"]
 GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_clamped")  # feed-forward layers of three matrices
 
 
-class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Arch(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True, forbid_unknown_fields=True):
     """A decoder-only transformer: GPT, Llama and mixture-of-experts families by their numbers alone."""
 
     vocab: int

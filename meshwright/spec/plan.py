@@ -27,7 +27,7 @@ COUNTED = re.compile(r"(every|first|selective)-([1-9][0-9]{0,8})")
 PATTERN = f"^({'|'.join(WORDS)}|{COUNTED.pattern})$"  # for whoever checks a run file by its schema
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Plan(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True, forbid_unknown_fields=True):
     """One way of splitting the work. world = pp · replicate · shard · cp · tp."""
 
     replicate: int = 1

@@ -459,3 +459,17 @@ def test_a_block_whose_attention_is_frozen_goes_back_through_the_rest_of_it():
     )
     tp, tp_every = (passes(*freeze, tp=8)[0].tp for freeze in (attention, ()))
     assert tp == pytest.approx(tp_every * (1 - 2 / 4 / ARCH.layers))  # of four collectives of its backward two are left
+
+
+@some
+@given(jobs(), st.sampled_from([1, 2, 4, 8]))
+def test_layers_of_plans_that_differ_in_data_ranks_alone_share_their_times(found, ep):
+    """Fewer ranks than the plan's stand for them, as far as experts and the scale-up domain let them."""
+    if found.arch.experts and found.plan.shard * found.plan.cp % ep == 0:
+        found = msgspec.structs.replace(found, plan=msgspec.structs.replace(found.plan, ep=ep))
+    at = layer_model(found)
+    whole = msgspec.structs.replace(at.plan, shard=found.plan.data)
+    as_it_is = msgspec.structs.replace(at, job=msgspec.structs.replace(at.job, plan=whole))
+    for mixture in {found.arch.is_moe(layer) for layer in range(found.arch.layers)}:
+        assert block(at, mixture) == block(as_it_is, mixture)
+    assert ends(at, first=True, last=True) == ends(as_it_is, first=True, last=True)

@@ -19,7 +19,8 @@ from meshwright.search import explain, sizes
 from meshwright.search.best_first import Candidate, priced
 from meshwright.search.question import Question
 from meshwright.search.sizes import SHORTEST, Largest, largest_microbatch, largest_model, largest_sequence, layers
-from meshwright.search.space import NARROW, ON_DEVICE, problems, refuse_empty
+from meshwright.search.space import ON_DEVICE, problems, refuse_empty
+from meshwright.spec.plan import LOW_PRECISIONS
 from meshwright.spec.problem import InputError, Problem
 
 CHANGEABLE = ("network", "cluster", "sequence", "batch")
@@ -110,7 +111,7 @@ def _same(base: Candidate, question: Question, changed: Question) -> Candidate |
     if rest or plan.world != changed.cluster.gpus:
         return None
     precision = plan.precision if changed.precision == question.precision else changed.precision
-    bf16_params = plan.bf16_params and precision in NARROW
+    bf16_params = plan.bf16_params and precision in LOW_PRECISIONS
     plan = msgspec.structs.replace(plan, grad_accum=grad_accum, precision=precision, bf16_params=bf16_params)
     kinds = {"precision": precision, "master_weights": job.master_weights, "state_dtype": job.state_dtype}
     asked = msgspec.structs.replace(changed, batch=batch, optimizer=job.optimizer, **kinds)

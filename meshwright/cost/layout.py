@@ -63,8 +63,8 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
     """What a plan's flags and the optimizer's keys mean for the states of a rank."""
 
     rows: tuple[StateRow, ...]
-    narrow: int  # bytes of a number in the arithmetic
-    wide: int  # bytes of a number in sums and updates
+    compute_bytes: int  # of an element in the compute dtype: activations, gathered weights
+    accum_bytes: int  # of one in sums and updates
     # Which weights the arithmetic reads: those that are stored, a copy that is freed after use, or one that stays.
     reads: Literal["stored", "gathered", "resident"]
     # What adds a microbatch's gradients to a sum: nothing, as there is one; autograd, in place; or the trainer.
@@ -120,7 +120,7 @@ class ResidentMemory(msgspec.Struct, frozen=True, kw_only=True):
     gathered_at_end: float | None = None  # when the last backward reaches the first block; None: as ever
     copy_stays: bool = False  # the gathered copy is still there at the update, to be rewritten
     outside: float = 0.0  # gathered, of what is outside the blocks: summed last
-    outside_sums: float = 0.0  # its gradient as it came, and wide for the sum; 0: it is not summed as a whole
+    outside_sums: float = 0.0  # its gradient as it came, and in fp32 for the sum; 0: it is not summed as a whole
     update: float = 0.0  # what the optimizer's step makes beside its states
 
     def of(self, name: Name) -> float:
@@ -175,35 +175,35 @@ def _layout(
     home, update, resident_states = offload
     master_weights, state_dtype, optimizer = optim
     spec = DESCRIPTIONS[optimizer]
-    narrow = ITEM_BYTES[precision]
-    wide = max(narrow, 4)
+    compute_bytes = ITEM_BYTES[precision]
+    accum_bytes = max(compute_bytes, 4)
     halved = state_dtype == "bf16" and master_weights != "fp32"  # beside bf16 weights
-    width = 2 if halved else wide
+    width = 2 if halved else accum_bytes
     kept = StateRow("moments", spec.state_bytes(width))
     if home != "none":
-        away = LOW_BYTES + spec.state_bytes(2) if state_dtype == "bf16" else wide + spec.state_bytes(wide)
-        summed = wide if several else narrow
-        found = [StateRow("weights", narrow), StateRow("gradients", summed), StateRow("states", away, home)]
+        away = LOW_BYTES + spec.state_bytes(2) if state_dtype == "bf16" else accum_bytes + spec.state_bytes(accum_bytes)
+        summed = accum_bytes if several else compute_bytes
+        found = [StateRow("weights", compute_bytes), StateRow("gradients", summed), StateRow("states", away, home)]
     elif master_weights == "fp32":
-        summed = narrow if bf16_params and not several else wide
+        summed = compute_bytes if bf16_params and not several else accum_bytes
         kept = StateRow("moments", kept.bytes, "host") if served else kept
-        found = [StateRow("weights", wide), StateRow("gradients", summed), kept]
+        found = [StateRow("weights", accum_bytes), StateRow("gradients", summed), kept]
     else:  # sharded gradients are as their weights; a lone rank adds up in fp32
-        summed = wide if bf16_params and several else narrow
+        summed = accum_bytes if bf16_params and several else compute_bytes
         low = [StateRow("master", LOW_BYTES)] if master_weights == "split" else []
-        found = [StateRow("weights", narrow), StateRow("gradients", summed), kept, *low]
-    found += [StateRow("outer_states", outer * wide)] if outer else []
+        found = [StateRow("weights", compute_bytes), StateRow("gradients", summed), kept, *low]
+    found += [StateRow("outer_states", outer * accum_bytes)] if outer else []
     if cpu_offload:  # sums over replicas stay on the device until the last microbatch; nothing else does
         found = [StateRow(row.name, row.bytes, "host") for row in found]
-        found += [StateRow("gradients", wide)] if copied and several else []
+        found += [StateRow("gradients", accum_bytes)] if copied and several else []
     in_place = alone and bf16_params and (home != "none" or master_weights != "fp32")
     gathers = not alone or bf16_params or cpu_offload or precision in ("bf16", "fp16")
-    unmoved = alone and narrow == wide and not cpu_offload
+    unmoved = alone and compute_bytes == accum_bytes and not cpu_offload
     on_device = home == "none" or update == "device"
     return StateLayout(
         rows=tuple(found),
-        narrow=narrow,
-        wide=wide,
+        compute_bytes=compute_bytes,
+        accum_bytes=accum_bytes,
         reads="stored" if in_place or not gathers else "resident" if bf16_params else "gathered",
         sums=("by_param" if several else "never") if bf16_params else "in_place" if unmoved else "by_block",
         waits=waits,

@@ -118,14 +118,14 @@ class InFlight(msgspec.Struct, frozen=True):
 
     kind: Kind
     stage: int
-    kept: tuple[tuple[int, int], ...]  # of each stage, microbatches whose activations are held
+    saved: tuple[tuple[int, int], ...]  # of each stage, microbatches whose activations are held
     between: tuple[tuple[int, int], ...]  # of each stage, those of them between the halves of their backward
     summing: frozenset[int]  # stages whose gradients exist
 
     def covers(self, other: "InFlight") -> bool:
         """Whether this holds at least what another scene does."""
-        kept, between = dict(self.kept), dict(self.between)
-        return all(kept.get(stage, 0) >= count for stage, count in other.kept) and all(
+        saved, between = dict(self.saved), dict(self.between)
+        return all(saved.get(stage, 0) >= count for stage, count in other.saved) and all(
             between.get(stage, 0) >= count for stage, count in other.between
         )
 
@@ -272,7 +272,7 @@ def _offloaded(job: Job, activations: float, place: Mapping[str, int] = FIRST) -
         disk.append(LedgerEntry(name="states", bytes=whole - near, why=why))
         # Pieces on their way, as optim/host_memory.py counts them: from files, and gradients and weights to the host.
         fetched = states.bytes if states.home == "disk" else 0
-        travelling = 2 * layout.wide if layout.update == "host" else 0
+        travelling = 2 * layout.accum_bytes if layout.update == "host" else 0
         size = SLOTS * min(PIECE, largest_weight(job.arch)) * (fetched + travelling)
         why = "transfer buffers of states, gradients and weights"
         host.append(LedgerEntry(name="pieces", bytes=size, why=why))
@@ -289,9 +289,9 @@ def peak(job: Job, place: Mapping[str, int]) -> PeakMoment:
         work=work,
         rest=_resident(_state_job(job), tuple(sorted(place.items()))),
         parts=parts,
-        output=work.narrow / work.wide if job.plan.pp > 1 and holds.states != "buffers" else 0.0,
-        narrowed=work.narrow / work.wide,
-        before=logits / work.wide * holds.logits_left if job.plan.grad_accum > 1 else 0.0,
+        output=work.compute_bytes / work.accum_bytes if job.plan.pp > 1 and holds.states != "buffers" else 0.0,
+        cast=work.compute_bytes / work.accum_bytes,
+        before=logits / work.accum_bytes * holds.logits_left if job.plan.grad_accum > 1 else 0.0,
     )
     resting = {name: round(size) for name, size, _ in rank.rest.lines}
     total = sum(resting.values())
@@ -310,7 +310,7 @@ def peak(job: Job, place: Mapping[str, int]) -> PeakMoment:
     )
     offloaded = max(
         (
-            sum(rank.parts[stage].offloaded * count for stage, count in then.scene.kept)
+            sum(rank.parts[stage].offloaded * count for stage, count in then.scene.saved)
             for then in moments
             if rank.work.offloads and then.scene
         ),
@@ -329,7 +329,7 @@ class _RankMoments(msgspec.Struct, frozen=True, kw_only=True):
     rest: ResidentMemory
     parts: Mapping[int, SavedActivations]  # what a microbatch keeps, by stage
     output: float  # of its logits, what torch's pipeline holds from the last stage's forward to its backward
-    narrowed: float  # what is left of log-probabilities between the halves of a backward: the logits' gradient, narrow
+    cast: float  # what is left of log-probabilities between the halves of a backward: the logits' gradient, cast down
     before: float  # logits of the microbatch before, where something still holds them
 
 
@@ -380,9 +380,9 @@ def _parts(job: Job, rank: int) -> dict[int, SavedActivations]:
     found = {}
     for stage, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
         if ranks[stage] == rank:
-            mixtures = tuple(arch.is_moe(layer) for layer in range(end - length, end))
+            is_moe = tuple(arch.is_moe(layer) for layer in range(end - length, end))
             still = min(max(still_blocks(arch) - (end - length), 0), length)
-            found[stage] = saved_activations(work, mixtures, stage == last, blocks, still)
+            found[stage] = saved_activations(work, is_moe, stage == last, blocks, still)
     return found
 
 
@@ -434,7 +434,7 @@ def _backward(rank: _RankMoments, scene: InFlight) -> Iterator[_Instant]:
         sums: Lines = {"all_gathered_params": rest.outside, "reduce_buffers": rest.outside_sums}
         yield _Instant("the reduction of embedding and output gradients", scene, after | ended | sums)
     if rank.job.arch.embeds_at_both_ends and plan.pp == 1:
-        table = rank.work.vocab * rank.work.arch.hidden / rank.work.tp * rank.work.narrow
+        table = rank.work.vocab * rank.work.arch.hidden / rank.work.tp * rank.work.compute_bytes
         gone: Lines = {"activations": left - part.first_run, "recompute": 0}
         # The lookup's gradient, and its sum with the projection's, or with that of the other lookup, which waited.
         gone["activation_grads"] = 3 * waiting or 2 * table
@@ -449,26 +449,25 @@ def _looked_up_first(rank: _RankMoments) -> float:
     """
     if not rank.job.arch.mtp_layers or rank.job.plan.pp > 1 or not rank.job.arch.trains("embed.weight"):
         return 0.0
-    return float(rank.work.vocab * rank.work.arch.hidden * rank.work.narrow)
+    return float(rank.work.vocab * rank.work.arch.hidden * rank.work.compute_bytes)
 
 
 def _flying(rank: _RankMoments, scene: InFlight) -> Lines:
     """What microbatches in flight have left on a rank."""
     parts = rank.parts
-    activations = sum(parts[stage].activations * count for stage, count in scene.kept)
+    activations = sum(parts[stage].activations * count for stage, count in scene.saved)
     activations += sum((parts[stage].between + parts[stage].offloaded) * count for stage, count in scene.between)
     # Of offloaded activations some are still here, or here again: a stage at work has two blocks, and while it goes
     # back the last one of a later forward, which has not left yet.
     activations += sum(
         parts[stage].pair + parts[stage].largest * (held > 1) if stage == scene.stage else parts[stage].largest
-        for stage, held in scene.kept
+        for stage, held in scene.saved
         if held
     )
     halved = dict(scene.between)
     logits = sum(
-        parts[stage].logits
-        * ((1 + rank.output) * (count - halved.get(stage, 0)) + rank.narrowed * halved.get(stage, 0))
-        for stage, count in scene.kept
+        parts[stage].logits * ((1 + rank.output) * (count - halved.get(stage, 0)) + rank.cast * halved.get(stage, 0))
+        for stage, count in scene.saved
     )
     found: Lines = {"activations": activations, "logits": logits + rank.before}
     if rank.rest.buffered:
@@ -487,7 +486,7 @@ def _moment_words(job: Job, then: _Instant) -> str:
         return then.words
     if job.plan.pp == 1:
         return f"{then.words} of {'the last' if job.plan.grad_accum > 1 else 'the'} microbatch"
-    flying = sum(count for _, count in then.scene.kept)
+    flying = sum(count for _, count in then.scene.saved)
     return f"{then.words}, stage {then.scene.stage}, {flying} microbatch{'es' * (flying != 1)} in flight"
 
 

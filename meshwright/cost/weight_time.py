@@ -4,7 +4,7 @@
     replicate = all-reduces beyond what the backward leaves
     outer     = a sync of replicas that sync rarely, and its update ÷ the steps between two
     optimizer = bytes of weights, gradients and states read and written ÷ the memory's bandwidth; of Muon also the
-                products of its matrices, beside which they travel
+                matmuls of its matrices, beside which they travel
     offload   = the slowest of link, host and disk, beyond the arithmetic it runs beside
 
 What is beyond arithmetic is cost/layer_time.py's `exposed`, with the share of overlap that a stack reaches.
@@ -25,8 +25,8 @@ from meshwright.cost.primitives import (
     achieved,
     call_seconds,
     inside_seconds,
+    matmul_seconds,
     moved_seconds,
-    product_seconds,
     rates,
 )
 from meshwright.cost.rank_view import RankView, grid, groups, stored_shape
@@ -52,7 +52,7 @@ ENCODED_BYTES, DECODED_BYTES = 44, 25  # of a delta in few bits, by plain operat
 # Of a gradient that is rounded, beside encoding it: what is owed added, decoded, subtracted and made finite; and of
 # what is received: decoded, and added up. By plain operators in fp32, counted in parallel/grad_reduce.py.
 OWED_BYTES, SUMMED_BYTES = 57, 37
-# Of a gradient that PowerSGD factors: owed, two products that read it, a third that writes it, and what is owed now.
+# Of a gradient that PowerSGD factors: owed, two matmuls that read it, a third that writes it, and what is owed now.
 FACTORED_BYTES = 60
 QR_KERNELS = 4  # of each column of a matrix that is orthogonalized: a guess
 # And decoding and encoding a quantized state: some twenty passes of one to eight bytes.
@@ -192,9 +192,9 @@ def server_seconds(job: Job, layout: StateLayout, rank: int) -> float:
     Hosts speak Gloo: their messages take the network, also inside a node.
     """
     numbers, spec, workers = held(job.arch, job.plan, rank), layout.optimizer, job.plan.replicate
-    sent = 2 * numbers * layout.wide * (workers - 1) / workers / achieved(job.cluster.network)
+    sent = 2 * numbers * layout.accum_bytes * (workers - 1) / workers / achieved(job.cluster.network)
     moved = numbers / job.plan.replicate * (HOST_BYTES + spec.moved_bytes(4))
-    travels = 2 * numbers * layout.wide / achieved(job.cluster.host)
+    travels = 2 * numbers * layout.accum_bytes / achieved(job.cluster.host)
     return travels + sent + moved / (job.cluster.host_bandwidth * HOST_REACH)
 
 
@@ -210,7 +210,7 @@ def _moved(job: Job, layout: StateLayout, spec: OptimizerSpec) -> float:
         return job.stack.speed.optimizer_bytes - ADAMW.moved_bytes(4) + spec.moved_bytes(4)
     if plain:
         return spec.rounded_bytes + (STATE_ROUNDING_BYTES if layout.bf16_states else 0)
-    matrices = 2 * layout.narrow if spec.orthogonalizes else 0  # written to be orthogonalized, and read after it
+    matrices = 2 * layout.compute_bytes if spec.orthogonalizes else 0  # written to be orthogonalized, and read after it
     return ROUNDED_BYTES[job.master_weights] + spec.moved_bytes(layout.state_width) + matrices
 
 
@@ -242,7 +242,7 @@ def _update_seconds(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: 
 
 
 def orthogonalize_seconds(team: MatrixTeam, plan: Plan, cluster: Cluster) -> float:
-    """The products of Newton–Schulz for the matrices that a rank owns, each batch as one of so many rows."""
+    """The matmuls of Newton–Schulz for the matrices that a rank owns, each batch as one of so many rows."""
     low = plan.precision in ("fp8", "fp16")  # bf16 then, as in optim/muon.py
     reached = cluster.efficiency or efficiency_of(cluster.gpu)
     at = rates(cluster.gpu, reached, "bf16" if low else plan.precision)
@@ -250,8 +250,8 @@ def orthogonalize_seconds(team: MatrixTeam, plan: Plan, cluster: Cluster) -> flo
     for batch in team.batches:
         short, long = sorted((batch.cut.rows, batch.cut.columns))
         rows = batch.of_replica(team.replica)[team.member] * short
-        products = ((short, long), (short, short), (long, short))
-        seconds += STEPS * sum(product_seconds(rows, wide, deep, at) for wide, deep in products) if rows else 0.0
+        matmuls = ((short, long), (short, short), (long, short))
+        seconds += STEPS * sum(matmul_seconds(rows, columns, inner, at) for columns, inner in matmuls) if rows else 0.0
     return seconds
 
 
@@ -341,8 +341,8 @@ def _as_sent(call: Collective, plan: Plan, speed: StackSpeed) -> Collective:
     if call.axis == "outer" or plan.reduces_lossily or plan.gather != "default":  # of our own trainer alone
         return call
     if call.kind == "all_gather":
-        narrow = 4 if plan.precision in ("fp32", "fp64") else 2
-        width = speed.gather_bytes / narrow if speed.gather_bytes else 1.0
+        compute_bytes = 4 if plan.precision in ("fp32", "fp64") else 2
+        width = speed.gather_bytes / compute_bytes if speed.gather_bytes else 1.0
     else:
         width = speed.reduce_bytes / 4
     return call if width == 1.0 else msgspec.structs.replace(call, bytes=round(call.bytes * width))

@@ -16,6 +16,7 @@ from meshwright.spec.schedule import SPLIT_BACKWARD, Schedule
 from meshwright.spec.units import html_table, plural
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
+LOW_PRECISIONS = ("bf16", "fp16", "fp8")  # whose sums and master weights are in more bits
 FP8_MULTIPLE = 16  # of every dimension of an FP8 matmul, the reduced one too
 Arithmetic = Precision | Literal["tf32"]  # what a device has a peak of
 

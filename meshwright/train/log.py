@@ -46,7 +46,7 @@ from meshwright.spec.units import GIB
 from meshwright.train.loop import EvalResult, StepResult
 from meshwright.train.noise_scale import GradientNoise, estimate, microbatches
 
-LOADS = ("balance", "max_load", "min_load")  # what a mixture tells of its experts
+LOADS = ("balance", "max_load", "min_load")  # what MoE layers say of their experts
 MOST_PENDING = 2  # steps whose numbers may still be on their way from the device
 LONGEST_QUEUE = 10_000  # records a slow tracker may lag behind; later ones are dropped for it, never for the file
 LAST_SECONDS = 10.0  # a tracker may take at the end

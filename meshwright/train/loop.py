@@ -24,7 +24,7 @@ from meshwright.train import dpo
 from meshwright.train.noise_scale import GradientNoise
 from meshwright.train.saving import Pause, Save, Vote, Votes, saving
 from meshwright.train.state import MovedError, State
-from meshwright.train.step import choose, evaluating, held_loss, mixtures
+from meshwright.train.step import choose, evaluating, held_loss, moe_layers
 
 FOLDER_SECONDS = 1.0  # between two looks into the run folder, for the stop file
 
@@ -87,7 +87,7 @@ class StepResult:
     norm: Tensor
     finite: Tensor
     loss_scale: Tensor
-    load: Tensor | None  # mixtures: this rank's mean balance loss, and its busiest and idlest expert's load
+    load: Tensor | None  # MoE: this rank's mean balance loss, and its busiest and idlest expert's load
     noise: GradientNoise | None  # where it is measured
     preference: Tensor | None  # DPO: the mean reward margin, and the share of pairs whose chosen answer is ahead
     staleness: int | None  # updates that the weights were behind, where a parameter server has them
@@ -254,7 +254,7 @@ def expert_load(state: State) -> Tensor | None:
 
     The mean balance loss of its layers, and of all their experts the largest and the smallest load ÷ an even share.
     """
-    seen = [mixture.statistics for chunk in state.chunks for mixture in mixtures(chunk)]
+    seen = [layer.statistics for chunk in state.chunks for layer in moe_layers(chunk)]
     values = [statistics for statistics in seen if statistics is not None]
     if not values:
         return None

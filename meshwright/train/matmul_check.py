@@ -32,7 +32,7 @@ from meshwright.parallel.mesh import Mesh, join, local
 from meshwright.parallel.model_spec import DECODER, present_blocks
 from meshwright.runtime.failure import Exit, Failure, FailureError
 from meshwright.train.state import State
-from meshwright.train.step import mixtures
+from meshwright.train.step import moe_layers
 from meshwright.train.world import world_group
 
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -223,7 +223,7 @@ def layers_of(run: Run, chunks: list[nn.Module]) -> list[LayerCall]:
     for chunk in chunks:
         hidden = present_blocks(chunk, DECODER) if run.plan.compile else []
         unseen = {id(module) for block in hidden for module in block.modules()}
-        unseen |= {id(each) for layer in mixtures(chunk) for each in (layer.router, layer.noise)}  # read, not called
+        unseen |= {id(each) for layer in moe_layers(chunk) for each in (layer.router, layer.noise)}  # read, not called
         for name, module in chunk.named_modules():
             if isinstance(module, nn.Linear) and not isinstance(module, Fp8Linear) and id(module) not in unseen:
                 found.append(LayerCall(name, module, "forward"))

@@ -53,6 +53,6 @@ def test_a_forward_keeps_the_gradients_of_the_loss_and_no_logits(folder):  # noq
         work = microbatch_shape(job, fused_norm=False)
         said = saved_activations(work, (False,) * run.arch.layers, True, "none")
         # Of an odd vocabulary one rank has half an entry more than the mean, the other half an entry less.
-        odd = run.arch.hidden * work.narrow / 2
+        odd = run.arch.hidden * work.compute_bytes / 2
         seen = saved_for_backward(run, mesh_of(run.plan), folder)
         assert abs(seen - said.activations - said.logits) == odd, words

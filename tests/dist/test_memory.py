@@ -516,9 +516,9 @@ def unexpected(folder: Path, words: tuple[str, ...]) -> list[str]:
     still = still_blocks(run.arch)
     said = saved_activations(work, (False,) * run.arch.blocks, True, "none", still)
     # The first norm with a gradient has none of its input, so that operations in the place of a kernel save it once.
-    once = work.split * (run.arch.hidden + 1) * work.wide if still else 0
+    once = work.split * (run.arch.hidden + 1) * work.accum_bytes if still else 0
     # Of an odd vocabulary one rank of tp has half an entry more than the mean, the other half an entry less.
-    odd = work.whole * work.wide / 2 * (1 + run.arch.mtp_layers) if run.plan.tp > 1 else 0
+    odd = work.whole * work.accum_bytes / 2 * (1 + run.arch.mtp_layers) if run.plan.tp > 1 else 0
     seen = saved_for_backward(run, mesh_of(run.plan), folder)
     differ = seen - said.activations - said.logits + once
     return [] if abs(differ) == odd else [f"{run.plan}: seen {seen}, differs by {differ}"]
@@ -581,4 +581,4 @@ def test_what_is_computed_anew_over_tp_is_not_kept(folder):
         said = saved_activations(work, (False,) * run.arch.layers, True, policy)
         differ = alive_after_forward(run, mesh, folder) - whole - said.activations - said.logits
         # The last block's result lives on beside the wide copy that the norm after it keeps; and the vocabulary is odd.
-        assert abs(differ - work.stream) <= work.whole * work.wide / 2 + 64, (policy, mesh.rank, differ)
+        assert abs(differ - work.hidden_states) <= work.whole * work.accum_bytes / 2 + 64, (policy, mesh.rank, differ)

@@ -274,7 +274,7 @@ def neighbours(base: Candidate, others: Iterable[NeighbourPrice]) -> Iterator[st
 
 
 def ledger(found: Candidate) -> Iterator[str]:
-    """Every entry of the most loaded rank's memory, and the verdict."""
+    """Every entry of the most loaded rank's memory, and whether it fits."""
     memory = found.job.cluster.gpu.memory_bytes
     role = "" if found.ledger.role == "only" else f" ({found.ledger.role} pipeline rank)"
     yield f"memory of the most loaded rank{role}, at {found.ledger.moment}:"
@@ -283,10 +283,10 @@ def ledger(found: Candidate) -> Iterator[str]:
     kinds = (("allocated", allocated), ("reserved", reserved), ("nvidia-smi", driver))
     yield "  " + ", ".join(f"{name} {gib(size)}" for name, size in kinds) + f" of {gib(memory)} GiB"
     yield from _offloaded(found)
-    verdict = {True: "yes", False: "no", None: "on the GPU, host memory not known"}[found.fits]
+    fits = {True: "yes", False: "no", None: "on the GPU, host memory not known"}[found.fits]
     amount = "headroom" if found.fit.headroom_bytes >= 0 else "short"
     doubt = " (within the error of the prediction)" if found.is_tight else ""
-    yield f"fits: {verdict}, {gib(abs(found.fit.headroom_bytes))} GiB {amount}{doubt}"
+    yield f"fits: {fits}, {gib(abs(found.fit.headroom_bytes))} GiB {amount}{doubt}"
 
 
 def _offloaded(found: Candidate) -> Iterator[str]:

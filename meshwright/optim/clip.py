@@ -50,7 +50,7 @@ def measured(chunks: Sequence[nn.Module], loss_sum: Tensor, mesh: Mesh, asked: f
 
 
 def grad_stats(loss: Tensor, square: Tensor, scale: Tensor, limit: float) -> GradStats:
-    """The verdict over the job's loss and the gradient's square norm, which still has the loss scale in it."""
+    """Statistics of the job's loss and the gradient's square norm, which still has the loss scale in it."""
     norm = square.sqrt() / scale
     finite = norm.isfinite()
     shrink = (limit / norm.clamp(min=limit)) if limit > 0 else torch.ones_like(norm)

@@ -163,17 +163,17 @@ class ResidentOptimizer(Optimizer):
         return () if part is None else saved_parts(part, kind, tensor)
 
     @torch.no_grad()
-    def step(self, rate: float, verdict: GradStats) -> None:
-        """Update every weight that has a gradient, or none when the verdict says the gradient is not finite.
+    def step(self, rate: float, stats: GradStats) -> None:
+        """Update every weight that has a gradient, or none when the statistics say the gradient is not finite.
 
         One without is as if this step had not been: it does not decay, nor do its states.
         """
-        self._count += verdict.finite
+        self._count += stats.finite
         for (name, decay, missed), indices in self._groups().items():
             count = self._count - missed if missed else self._count
-            self.updates[name](indices, UpdateTerms(rate, decay, count, verdict.factor, verdict.finite))
+            self.updates[name](indices, UpdateTerms(rate, decay, count, stats.factor, stats.finite))
         idle = [i for i, weight in enumerate(self.weights) if weight.grad is None and weight.requires_grad]
-        if idle and verdict.finite:  # the host waits, but not for models that use all of their parameters
+        if idle and stats.finite:  # the host waits, but not for models that use all of their parameters
             for i in idle:
                 self.missed[i] += 1
 
@@ -261,13 +261,13 @@ class CpuOffloadOptimizer(ResidentOptimizer):
         super().__init__(run.optim, weights, msgspec.structs.replace(run.plan, kernels="plain"))
         self.memory = memory  # pinned for as long as this lives
 
-    def step(self, rate: float, verdict: GradStats) -> None:
+    def step(self, rate: float, stats: GradStats) -> None:
         """Update every weight, or none when the gradient is not finite.
 
         The host waits once a step: no weight is updated before the norm over all ranks' gradients is known.
         """
-        factor, finite = torch.stack([verdict.factor, verdict.finite]).cpu().unbind()
-        super().step(rate, replace(verdict, factor=factor, finite=finite))
+        factor, finite = torch.stack([stats.factor, stats.finite]).cpu().unbind()
+        super().step(rate, replace(stats, factor=factor, finite=finite))
 
 
 def materialise(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> PinnedMemory:

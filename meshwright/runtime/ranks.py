@@ -259,9 +259,9 @@ def tail(log: Path, lines: int = 12) -> str:
 class RankError(RuntimeError):
     """A rank failed: the first one's traceback, and its failure report where it made one."""
 
-    def __init__(self, words: str, verdict: Failure | None = None) -> None:
+    def __init__(self, words: str, report: Failure | None = None) -> None:
         super().__init__(words)
-        self.verdict = verdict
+        self.report = report
 
 
 class Remote:
@@ -354,7 +354,7 @@ def _serve_works(work: Work, place: Place, orders: Any) -> None:
             work(place, *arguments)
         except BaseException as error:
             said = f"rank {place.rank}: {traceback.format_exc()}"
-            report = msgspec.json.encode(error.verdict) if isinstance(error, FailureError) else b""
+            report = msgspec.json.encode(error.report) if isinstance(error, FailureError) else b""
         orders.send((time.monotonic(), said, report))
 
 

@@ -389,13 +389,13 @@ class MatmulCheck:
             return []
         worst = max(seen, key=lambda flip: (flip.persists, flip.score))
         if worst.persists or self.flips or len(seen) > 1:
-            raise FailureError(self._verdict(worst, len(seen)))
+            raise FailureError(self._failure(worst, len(seen)))
         self.flips.append(worst)
         self.untold.append(worst)
         self.suspect(step, FOUND)
         return [worst]
 
-    def _verdict(self, flip: Flip, count: int) -> Failure:
+    def _failure(self, flip: Flip, count: int) -> Failure:
         others = f"and one of step {self.flips[0].step} was before it" if self.flips else f"one of {count} in this step"
         how = "computed again it still is" if flip.persists else others
         return Failure(

@@ -45,7 +45,7 @@ class FittingChange(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def explaining(run: Run, device: torch.device, state: State | None = None) -> Iterator[None]:
-    """An allocation that fails in here is a fault with a verdict."""
+    """An allocation that fails in here has a failure report of its own."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -87,7 +87,7 @@ def card_use(device: torch.device) -> CardUse:
 
 
 def explained(error: Exception, run: Run, state: State | None, device: torch.device) -> Failure:
-    """The verdict on an allocation that failed; where the catalogue has no such card, little more than who holds it."""
+    """The report on an allocation that failed; where the catalogue has no such card, little more than who holds it."""
     use = card_use(device) if device.type == "cuda" else None
     if use is None or recognised(torch.cuda.get_device_name(device), catalogue().cards) is None:
         shared = f"; {use}" if use is not None and use.is_shared else ""
@@ -96,7 +96,7 @@ def explained(error: Exception, run: Run, state: State | None, device: torch.dev
         return Failure(kind="memory", code=Exit.DOES_NOT_FIT, what=f"out of memory: {error}{shared}", remedy=remedy)
     question = question_of(run, torch.cuda.get_device_name(device))
     measured = held(state, state_layout(question.job(run.plan))) if state is not None else {}
-    return verdict(question, run, measured, torch.cuda.max_memory_allocated(device), str(error), use)
+    return failure_report(question, run, measured, torch.cuda.max_memory_allocated(device), str(error), use)
 
 
 def expected(run: Run, device: torch.device) -> str:
@@ -140,7 +140,7 @@ def held(state: State, layout: StateLayout) -> dict[str, int]:
     }
 
 
-def verdict(
+def failure_report(
     question: Question, run: Run, measured: Mapping[str, int], peak: int, words: str, use: CardUse | None = None
 ) -> Failure:
     """Who holds the card, or what overran, measured beside predicted; and what to do about it."""

@@ -145,7 +145,7 @@ def _say(error: Exception, order: RankSpec) -> None:
     there, and so is the loss of somebody else, whose own words say why. Stacks are in the failure reports."""
     is_plain = isinstance(error, InputError | FolderGoneError) or is_broken(str(error))
     if order.place.launcher != "meshwright" and is_plain:
-        known = failure.verdict_of(error)
+        known = failure.report_of(error)
         words = _first_line(error) if known is None else f"{known.what}; {known.remedy}"
         print(f"rank {order.place.rank}: {words}", file=sys.stderr, flush=True)
     else:
@@ -408,7 +408,7 @@ def _mark(phase: str, owner: ModuleType | Callable[..., Any]) -> PhaseMark:
 def failure_of(error: Exception, order: RankSpec, step: int, deviated: bool, begun: bool = True) -> Failure:
     """The failure report of a rank. `step` is −1 until the ranks stand ready; `begun`: they have made one since."""
     if isinstance(error, FailureError):
-        report, who = error.verdict, ""
+        report, who = error.report, ""
     else:
         kind, code, remedy = _meaning(error, order, begun and step >= 0)
         report = Failure(kind=kind, code=code, what=_first_line(error), remedy=remedy)

@@ -240,8 +240,8 @@ def test_a_watcher_ends_with_the_rank_beside_it_and_says_how(tmp_path):
         reading, writing = os.pipe()
         os.write(writing, words)
         os.close(writing)
-        verdict = sidecar.watch(post, reading)
-        assert verdict is None if state == "done" else "rank 4 was killed" in verdict.what
+        report = sidecar.watch(post, reading)
+        assert report is None if state == "done" else "rank 4 was killed" in report.what
         first.roll.heard.clear()
         first.look(0.0)
         assert [heard.state for heard, _ in first.roll.heard.values()] == [state]

@@ -110,10 +110,10 @@ def as_record(found: Candidate, why: str) -> dict[str, object]:
         "allocated_bytes": ledger.allocated,
         "reserved_bytes": ledger.reserved,
         "ledger": msgspec.to_builtins(ledger.lines),
-        "host_bytes": ledger.away.host_bytes,
-        "disk_bytes": ledger.away.disk_bytes,
-        "host": msgspec.to_builtins(ledger.away.host),
-        "disk": msgspec.to_builtins(ledger.away.disk),
+        "host_bytes": ledger.offloaded.host_bytes,
+        "disk_bytes": ledger.offloaded.disk_bytes,
+        "host": msgspec.to_builtins(ledger.offloaded.host),
+        "disk": msgspec.to_builtins(ledger.offloaded.disk),
         "master_weights": found.job.master_weights,
         "state_dtype": found.job.state_dtype,
         "optimizer": DESCRIPTIONS[found.job.optimizer].name,
@@ -291,8 +291,11 @@ def ledger(found: Candidate) -> Iterator[str]:
 
 def _offloaded(found: Candidate) -> Iterator[str]:
     """What is offloaded, beside a GPU's share of its node."""
-    cluster, away = found.job.cluster, found.ledger.away
-    for place, lines, room in (("host", away.host, cluster.host_bytes), ("disk", away.disk, cluster.disk_bytes)):
+    cluster, offloaded = found.job.cluster, found.ledger.offloaded
+    for place, lines, room in (
+        ("host", offloaded.host, cluster.host_bytes),
+        ("disk", offloaded.disk, cluster.disk_bytes),
+    ):
         if lines:
             have = f"{gib(room)} there" if room else f"yours is unknown: set {place}_gib"
             yield f"needs {gib(sum(line.bytes for line in lines))} GiB of {PLACES[place]} per GPU ({have}):"

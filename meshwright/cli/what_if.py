@@ -144,7 +144,7 @@ def gpus_needed(options: argparse.Namespace) -> int:
     gpus, answer = needed
     question = sizes.with_gpus(asked.question, gpus)
     on_device: int | None = gpus
-    if answer.found[0].ledger.away.host:
+    if answer.found[0].ledger.offloaded.host:
         alone = sizes.gpus_needed(asked.question.with_fixed(ON_DEVICE), 1)
         on_device = alone and alone[0]
     more = None if on_device == gpus else on_device

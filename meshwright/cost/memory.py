@@ -28,7 +28,7 @@ from meshwright.cost.activations import (
 from meshwright.cost.job import Job
 from meshwright.cost.layout import LedgerEntry, Name, ResidentMemory, state_layout, total
 from meshwright.cost.rank_view import placement, stage_lengths, still_blocks
-from meshwright.cost.resident import PIECE, SLOTS, buffered, hosted, largest_weight, served, sharded
+from meshwright.cost.resident import PIECE, SLOTS, buffered, host_states, largest_weight, served, sharded
 from meshwright.cost.traffic import FIRST
 from meshwright.hardware.cluster import Cluster
 from meshwright.spec.params import trained
@@ -74,7 +74,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     low: float  # what is measured ÷ what is said here, nine times in ten between these two
     high: float
     published: Literal["allocated", "reserved", "shown"]  # which number the stack's reports print
-    away: OffloadedMemory = NOWHERE  # what it keeps outside its device
+    offloaded: OffloadedMemory = NOWHERE  # what it keeps outside its device
 
     @property
     def allocated(self) -> int:
@@ -162,7 +162,7 @@ def ledger(job: Job, place: Mapping[str, int] = FIRST) -> Ledger:
         low=holds.low,
         high=holds.high,
         published=holds.published,
-        away=_offloaded(job, fullest.offloaded, place),
+        offloaded=_offloaded(job, fullest.offloaded, place),
     )
 
 
@@ -183,21 +183,21 @@ def fits(job: Job) -> Fit:
     headroom = int(job.cluster.gpu.memory_bytes) - found.shown
     idle = job.plan.stages.count(0) > WITHOUT_LAYERS
     fullest = found
-    if found.away.host and job.plan.pp > 1:
-        fullest = max((_ledger(job, rank) for rank in _rivals(job.plan)), key=lambda each: each.away.host_bytes)
+    if found.offloaded.host and job.plan.pp > 1:
+        fullest = max((_ledger(job, rank) for rank in _rivals(job.plan)), key=lambda each: each.offloaded.host_bytes)
     beyond = _beyond(job, fullest)
     why = "some pipeline ranks would have nothing to compute" if idle else beyond or _why(found, headroom)
     if headroom < 0 or idle or beyond:
         return Fit(fits=False, headroom_bytes=headroom, ledger=found, why=why)
-    asked = _unstated(job.cluster, fullest.away)
+    asked = _unstated(job.cluster, fullest.offloaded)
     return Fit(fits=None if asked else True, headroom_bytes=headroom, ledger=found, why=why, host_question=asked)
 
 
 def overflows(job: Job, found: Ledger) -> str:
     """The place outside the device in which a rank has too little room, "" if there is none or nobody knows."""
-    if 0 < job.cluster.host_bytes < found.away.host_bytes:
+    if 0 < job.cluster.host_bytes < found.offloaded.host_bytes:
         return "host"
-    return "disk" if 0 < job.cluster.disk_bytes < found.away.disk_bytes else ""
+    return "disk" if 0 < job.cluster.disk_bytes < found.offloaded.disk_bytes else ""
 
 
 @lru_cache(maxsize=4096)
@@ -221,17 +221,18 @@ def _beyond(job: Job, found: Ledger) -> str:
     if not where:
         return ""
     on_host = where == "host"
-    lines, have = (found.away.host, job.cluster.host_bytes) if on_host else (found.away.disk, job.cluster.disk_bytes)
+    lines = found.offloaded.host if on_host else found.offloaded.disk
+    have = job.cluster.host_bytes if on_host else job.cluster.disk_bytes
     said = ", ".join(f"{line.label} {line.bytes / GIB:.1f}" for line in lines)
     place = "host RAM" if on_host else "disk"
     return f"needs {total(lines) / GIB:.1f} GiB of {place} per GPU; there are {have / GIB:.1f} ({said})"
 
 
-def _unstated(cluster: Cluster, away: OffloadedMemory) -> str | None:
+def _unstated(cluster: Cluster, offloaded: OffloadedMemory) -> str | None:
     """The question whether there is room outside the device of which the cluster says nothing; None: it says enough."""
     places = (
-        ("host memory", "host_gib", away.host_bytes, cluster.host_bytes),
-        ("disk", "disk_gib", away.disk_bytes, cluster.disk_bytes),
+        ("host memory", "host_gib", offloaded.host_bytes, cluster.host_bytes),
+        ("disk", "disk_gib", offloaded.disk_bytes, cluster.disk_bytes),
     )
     unsaid = [(place, key, math.ceil(size / GIB)) for place, key, size, room in places if size and not room]
     if not unsaid:
@@ -259,19 +260,19 @@ def _offloaded(job: Job, activations: float, place: Mapping[str, int] = FIRST) -
     """Of a rank whose microbatches in flight have offloaded so many bytes of activations."""
     layout = state_layout(job)
     host, disk = [*served(job, place)], []
-    if layout.hosted:
+    if layout.cpu_offload:
         host = [*_on_host(_state_job(job), tuple(place.items())), *host]
     if activations:
         why = "saved activations, offloaded until the backward"
         host.append(LedgerEntry(name="activations", bytes=round(activations), why=why))
     if (states := layout.offloaded) is not None:
         whole = sum(param.numel for param in trained(job.arch)) * states.bytes
-        near = whole if states.home == "host" else min(layout.resident_states, whole)
+        near = whole if states.location == "host" else min(layout.resident_states, whole)
         why = f"fp32 master weights and optimizer states, {states.bytes} bytes per parameter"
         host.append(LedgerEntry(name="states", bytes=near, why=why))
         disk.append(LedgerEntry(name="states", bytes=whole - near, why=why))
         # Pieces on their way, as optim/host_memory.py counts them: from files, and gradients and weights to the host.
-        fetched = states.bytes if states.home == "disk" else 0
+        fetched = states.bytes if states.location == "disk" else 0
         travelling = 2 * layout.accum_bytes if layout.update == "host" else 0
         size = SLOTS * min(PIECE, largest_weight(job.arch)) * (fetched + travelling)
         why = "transfer buffers of states, gradients and weights"
@@ -367,7 +368,7 @@ def _resident(job: Job, key: tuple[tuple[str, int], ...]) -> ResidentMemory:
 @lru_cache(maxsize=4096)
 def _on_host(job: Job, key: tuple[tuple[str, int], ...]) -> tuple[LedgerEntry, ...]:
     """What a rank's host holds of the states whatever the moment."""
-    return hosted(job.arch, job.plan, dict(key), state_layout(job))
+    return host_states(job.arch, job.plan, dict(key), state_layout(job))
 
 
 def _parts(job: Job, rank: int) -> dict[int, SavedActivations]:

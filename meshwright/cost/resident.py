@@ -18,7 +18,7 @@ import msgspec
 
 from meshwright.cost.activations import padded_vocab
 from meshwright.cost.job import Job
-from meshwright.cost.layout import Home, LedgerEntry, Name, ResidentMemory, StateLayout, layout_of, state_layout
+from meshwright.cost.layout import LedgerEntry, Location, Name, ResidentMemory, StateLayout, layout_of, state_layout
 from meshwright.cost.matrices import matrix_teams
 from meshwright.cost.rank_view import (
     ParamGroup,
@@ -138,12 +138,12 @@ def _why_owed(plan: Plan) -> str:
     return f"what rounding took from {', and from '.join(whose)}"
 
 
-def hosted(
+def host_states(
     arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST, layout: StateLayout | None = None
 ) -> tuple[LedgerEntry, ...]:
     """What one rank's host holds of them where weights live there: what stays from step to step, and the sums."""
     layout = layout or layout_of(plan)
-    if not layout.hosted:
+    if not layout.cpu_offload:
         return ()
     view = RankView(arch=arch, plan=plan, sequence=0, place=place)
     return tuple(line for line in _resident(layout, "host", tuple(groups(view)), view) if line.bytes)
@@ -186,9 +186,9 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
     frees = plan.zero == 3 and plan.pp == 1 and layout.reads != "resident"
     outside_sums = 0  # the gradient as it came, its copy in the precision of sums, and the part that leaves
     if layout.sums == "by_block" and plan.pp == 1:
-        leaving = summed * view.accum_bytes // plan.shards if layout.hosted else 0
+        leaving = summed * view.accum_bytes // plan.shards if layout.cpu_offload else 0
         outside_sums = summed * (view.compute_bytes + view.accum_bytes) + leaving
-    resides = any((row.name, row.home) == ("moments", "device") for row in layout.rows)
+    resides = layout.has("moments", "device")
     updated = sum(updated_elements(group, view) for group in groups(view)) if resides else 0
     largest = max(param.numel for param in trained(job.arch)) // plan.shards
     slots = 0  # for pieces of states on their way to an update on the device
@@ -368,7 +368,7 @@ def rounding_bytes(layout: StateLayout, largest: int) -> int:
     if layout.optimizer.quantized:
         copies += QUANTIZED_COPIES * len(layout.optimizer.states)
     makes = layout.rounds or layout.optimizer.quantized
-    return copies * ROUNDING_BYTES * min(PIECE, largest) if makes and not layout.hosted else 0
+    return copies * ROUNDING_BYTES * min(PIECE, largest) if makes and not layout.cpu_offload else 0
 
 
 def unfused_bytes(layout: StateLayout, largest: int) -> int:
@@ -389,26 +389,28 @@ def matrix_bytes(layout: StateLayout, view: RankView) -> int:
     return max((team.peak_elements(view.cuts_rows_only) for team in teams), default=0) * layout.compute_bytes
 
 
-def _resident(layout: StateLayout, home: Home, held: tuple[ParamGroup, ...], view: RankView) -> tuple[LedgerEntry, ...]:
-    """The rows of one home as bytes of a rank: weights and gradients padded, the others not."""
+def _resident(
+    layout: StateLayout, location: Location, held: tuple[ParamGroup, ...], view: RankView
+) -> tuple[LedgerEntry, ...]:
+    """The rows of one location as bytes of a rank: weights and gradients padded, the others not."""
     stored = sum(_stored(group.trained, view) for group in held)
     updated = sum(updated_elements(group, view) for group in held)
     sizes = {
-        row.name: (stored if row.name in ("weights", "gradients") else updated) * layout.of(row.name, home)
+        row.name: (stored if row.name in ("weights", "gradients") else updated) * layout.of(row.name, location)
         for row in layout.rows
     }
     frozen = sum(_frozen_bytes(group, view) for group in held)
-    if any((row.name, row.home) == ("weights", home) for row in layout.rows):
+    if layout.has("weights", location):
         sizes["weights"] += frozen
-    if not layout.optimizer.is_elementwise and any((row.name, row.home) == ("moments", home) for row in layout.rows):
+    if not layout.optimizer.is_elementwise and layout.has("moments", location):
         sizes["moments"] = sum(_state_bytes(group, view, layout) for group in held)
     some: tuple[Name, ...] = ("master", "outer_states")
-    names: tuple[Name, ...] = ("weights", "gradients", "moments", *(name for name in some if layout.of(name, home)))
+    names: tuple[Name, ...] = ("weights", "gradients", "moments", *(name for name in some if layout.of(name, location)))
     return tuple(
         LedgerEntry(
             name=name,
             bytes=sizes.get(name, 0),
-            why=_why(name, layout, home, view.plan)
+            why=_why(name, layout, location, view.plan)
             + (_frozen_why(layout, view) if name == "weights" and frozen else ""),
         )
         for name in names
@@ -424,7 +426,7 @@ def _frozen_why(layout: StateLayout, view: RankView) -> str:
     return f"; {share:.1%} are frozen, matrices of blocks in {view.arch.adapter.held.upper()}: {each:.2f} bytes each"
 
 
-def _why(name: Name, layout: StateLayout, home: Home, plan: Plan) -> str:
+def _why(name: Name, layout: StateLayout, location: Location, plan: Plan) -> str:
     """The dtype of a state, among how many ranks it is sharded, or where it is instead."""
     among = f"sharded over {plan.shards} ranks" if plan.shards > 1 else "not sharded"
     spec = layout.optimizer
@@ -433,13 +435,13 @@ def _why(name: Name, layout: StateLayout, home: Home, plan: Plan) -> str:
         return f"the weights as last synced{momentum}, {among}"
     if name == "moments" and plan.is_served:
         return "none: the parameter servers on the hosts have them"
-    size = layout.state_width if name == "moments" else layout.of(name, home)
+    size = layout.state_width if name == "moments" else layout.of(name, location)
     dtype = {0: "", 2: plan.precision if plan.precision == "fp16" else "bf16", 4: "fp32", 8: "fp64"}[size]
-    elsewhere = layout.hosted and home == "device"
-    files = {"host": "host memory", "disk": "files"}.get(layout.offloaded.home if layout.offloaded else "", "")
+    is_elsewhere = layout.cpu_offload and location == "device"
+    files = {"host": "host memory", "disk": "files"}.get(layout.offloaded.location if layout.offloaded else "", "")
     if name == "master":
         return f"the 16 low bits of the fp32 master weights, {among}"
-    if name == "gradients" and elsewhere:
+    if name == "gradients" and is_elsewhere:
         waits = f"{dtype}, {among}, until the last microbatch is reduced over replicas"
         return waits if size else "each block's are offloaded to host memory once reduced"
     if name == "gradients":
@@ -453,8 +455,8 @@ def _why(name: Name, layout: StateLayout, home: Home, plan: Plan) -> str:
             if spec.is_elementwise or spec.quantized or plan.shards == 1
             else f"those of a rank's shards, over {plan.shards} ranks"
         )
-        return f"{spec.held} {kept}" if elsewhere or files else f"{spec.held}, {dtype}, {shares}"
-    if elsewhere:
+        return f"{spec.held} {kept}" if is_elsewhere or files else f"{spec.held}, {dtype}, {shares}"
+    if is_elsewhere:
         return "in host memory"
     if files:
         return f"{dtype}, {among}: the fp32 master weights are in {files}"
@@ -673,7 +675,7 @@ def _reduce_buffers(job: Job, layout: StateLayout, view: RankView) -> int:
         return largest * (view.compute_bytes + view.accum_bytes)
     largest, outside = _unsharded_elements(view)
     shards, moving = job.plan.shards, 0
-    if layout.hosted:
+    if layout.cpu_offload:
         narrowed = largest * view.compute_bytes // shards if shards > 1 else 0
         moving = largest * view.accum_bytes // shards + largest_weight(job.arch) * view.accum_bytes // shards + narrowed
     waiting = outside * view.compute_bytes if job.plan.pp == 1 else 0

@@ -119,7 +119,7 @@ def weight_seconds(job: Job, rank: int, at: Rates, behind: OverlapWindow) -> Wei
     plan, speed = job.plan, job.stack.speed
     every = sent(job, rank, at)
     update = exposed_update(every.update, behind.forward, job.arch.layers) if every.update else 0.0
-    if (layout := state_layout(job)).hosted:
+    if (layout := state_layout(job)).cpu_offload:
         moved = travels(plan, layout, held(job.arch, plan, rank), job.cluster)
         update = exposed_travels(moved, plan, behind.forward * plan.grad_accum, behind.backward * plan.grad_accum)
     left = max(behind.backward - (every.reduce if plan.zero else 0.0), 0.0)
@@ -149,7 +149,7 @@ def least_seconds(job: Job, rank: int, at: Rates, behind: OverlapWindow) -> tupl
     beside = max(behind.forward + behind.backward - every.reduce, 0.0) if job.plan.zero else 0.0
     together = every.gather + every.reduce + every.copies - min(every.copies, beside)
     waits = every.exposed - (every.outer if job.plan.staleness else 0.0)  # which may hide
-    if (layout := state_layout(job)).hosted:
+    if (layout := state_layout(job)).cpu_offload:
         moved = travels(job.plan, layout, held(job.arch, job.plan, rank), job.cluster)
         waits += exposed_travels(moved, job.plan, math.inf, math.inf)
     return waits + alone, waits + together
@@ -171,7 +171,7 @@ def _updated(job: Job, rank: int, found: WeightTraffic) -> WeightTraffic:
     plan, layout = job.plan, state_layout(job)
     if plan.is_served:
         return msgspec.structs.replace(found, optimizer=0.0, outer=found.outer + server_seconds(job, layout, rank))
-    if layout.hosted:
+    if layout.cpu_offload:
         return msgspec.structs.replace(found, optimizer=0.0)  # the host's
     if layout.offloaded:
         update = offload_seconds(layout, held(job.arch, plan, rank), job.cluster)
@@ -402,7 +402,7 @@ def offload_seconds(layout: StateLayout, numbers: float, cluster: Cluster) -> fl
         travels = layout.of("gradients") + (layout.of("weights") if halves else 0)
         passes = spec.bf16_state_bytes if halves else HOST_BYTES + spec.moved_bytes(4)
         slowest = max(travels / link, passes / (cluster.host_bandwidth * HOST_REACH))
-    if states.home == "disk":
+    if states.location == "disk":
         far = max(1 - layout.resident_states / (numbers * states.bytes), 0.0)
         files = 2 * states.bytes * far / cluster.disk_bandwidth  # read and written
     return numbers * max(slowest, files)

@@ -255,9 +255,9 @@ class _Walk:
         asked = "Does it fit with states or activations offloaded to host memory or disk?"
         found = _best(self.asked, {})
         if found is not None:
-            away, cluster, asks = found.ledger.away, self.question.cluster, found.fit.host_question
+            offloaded, cluster, asks = found.ledger.offloaded, self.question.cluster, found.fit.host_question
             of = f" of {gib(cluster.host_bytes)}" if cluster.host_bytes else ""
-            room = f"{gib(away.host_bytes)}{of} GiB of host RAM per GPU"
+            room = f"{gib(offloaded.host_bytes)}{of} GiB of host RAM per GPU"
             because = f"{headroom_phrase(found)}; {room}; {time_phrase(found)}"
             self.ask(asked, "if the host has room" if asks else "yes", f"{because}. {asks}" if asks else because)
             self.do("offload", "what does not fit on the device is offloaded to host memory or disk", found)

@@ -213,11 +213,11 @@ def _modest(question: Question, top: int, kinds: bool) -> SearchResult:
     Whoever is asked for less is more often able to say yes; a step may take SLOWER times as long for it, no more.
     """
     answer = best = _search(question, top, kinds)
-    while best.found and (needed := best.found[0].ledger.away.host_bytes) and not question.cluster.host_bytes:
+    while best.found and (needed := best.found[0].ledger.offloaded.host_bytes) and not question.cluster.host_bytes:
         small = msgspec.structs.replace(question.cluster, host_bytes=needed / 2)
         best = _search(msgspec.structs.replace(question, cluster=small), top, kinds)
         first, most = best.found[:1], SLOWER * answer.found[0].seconds_per_token
-        if not first or first[0].seconds_per_token > most or first[0].ledger.away.disk:
+        if not first or first[0].seconds_per_token > most or first[0].ledger.offloaded.disk:
             break
         jobs = [msgspec.structs.replace(each.job, cluster=question.cluster) for each in best.found]
         answer = msgspec.structs.replace(answer, found=tuple(map(priced, jobs)))

@@ -43,7 +43,7 @@ from meshwright.train.state import State
 def build(run: Run, corpus: Corpus, mesh: Mesh, folder: Path | None = None) -> State:
     """The state before the first step. States that are offloaded to a disk go to the run's folder."""
     chunks = _chunks(run, mesh)
-    make = hosted if run.plan.cpu_offload else served if run.plan.is_served else beside
+    make = cpu_offloaded if run.plan.cpu_offload else served if run.plan.is_served else beside
     make = partial(offloaded, folder=folder) if run.plan.optimizer_offload != "none" else make
     optimizer, scale = make(chunks, run, mesh), LossScale(run.plan, mesh.device)
     return State(
@@ -115,7 +115,7 @@ def beside(chunks: list[nn.Module], run: Run, mesh: Mesh) -> Optimizer:
     return ResidentOptimizer(run.optim, weights, run.plan, names, mesh)
 
 
-def hosted(chunks: list[nn.Module], run: Run, mesh: Mesh) -> Optimizer:
+def cpu_offloaded(chunks: list[nn.Module], run: Run, mesh: Mesh) -> Optimizer:
     """The same with all weights in host memory, each made on the device by itself."""
     memory = materialise(chunks, run, mesh)
     _begin(chunks, run, mesh)
@@ -130,7 +130,7 @@ def _begin(chunks: list[nn.Module], run: Run, mesh: Mesh) -> None:
 
 
 def offloaded(chunks: list[nn.Module], run: Run, mesh: Mesh, folder: Path | None) -> Optimizer:
-    """The same with its states elsewhere: no more than one weight is ever wide on the device."""
+    """The same with its states offloaded: no more than one weight is ever in fp32 on the device."""
     place = Path(run.plan.optimizer_offload_folder or folder or tempfile.gettempdir())
     groups = [group for chunk in chunks for group in offload.groups(chunk, DECODER)]
     host_memory.check(run, [weight.numel() for group in groups for weight in group.weights], place)

@@ -120,7 +120,7 @@ def question_of(run: Run, device_name: str) -> Question:
 
 def held(state: State, layout: StateLayout) -> dict[str, int]:
     """Bytes that this rank's device holds between steps, by line of the ledger."""
-    if layout.hosted:
+    if layout.cpu_offload:
         return {}
     weights = state.optimizer.weights
     found = {"gradients": _bytes([local(weight.grad) for weight in weights if weight.grad is not None])}

@@ -29,7 +29,7 @@ from meshwright.config.run import Run
 from meshwright.cost.job import Job
 from meshwright.cost.layout import LABELS, state_layout, total
 from meshwright.cost.memory import Ledger, ledger, worst
-from meshwright.cost.resident import hosted, states
+from meshwright.cost.resident import host_states, states
 from meshwright.cost.traffic import Axis, Collective, Kind, of_every_step, traffic
 from meshwright.data.loader import Batch, StepBatch
 from meshwright.kernels import coded
@@ -487,12 +487,13 @@ def _calls(seen: DryRunStep) -> Iterator[CallRow]:
 
 
 def _held(job: Job, plan: Plan, seen: DryRunStep, said: Ledger) -> Iterator[ByteRow]:
-    near, away = (of(job.arch, plan, seen.place, state_layout(job)) for of in (states, hosted))
-    planned = {line.name: line.bytes for line in (*near, *away)}
+    near, offloaded = (of(job.arch, plan, seen.place, state_layout(job)) for of in (states, host_states))
+    planned = {line.name: line.bytes for line in (*near, *offloaded)}
     for name in ("weights", "gradients", "moments", "error_feedback"):
         if name in planned:
             yield ByteRow(name=name, planned=planned[name], traced=seen.states[name], tolerance=0.0)
-    yield ByteRow(name="peak", planned=said.allocated + total(away), traced=seen.live_bytes, tolerance=PEAK_TOLERANCE)
+    peak = said.allocated + total(offloaded)
+    yield ByteRow(name="peak", planned=peak, traced=seen.live_bytes, tolerance=PEAK_TOLERANCE)
 
 
 def notes(run: Run) -> Iterator[str]:

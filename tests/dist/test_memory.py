@@ -26,7 +26,7 @@ from meshwright.cost.job import Job
 from meshwright.cost.layout import layout_of, state_layout
 from meshwright.cost.memory import ledger
 from meshwright.cost.rank_view import still_blocks
-from meshwright.cost.resident import PIECE, SLOTS, hosted, largest_weight, rounding_bytes, states
+from meshwright.cost.resident import PIECE, SLOTS, host_states, largest_weight, rounding_bytes, states
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
 from meshwright.optim import host_memory
@@ -305,7 +305,7 @@ def surprises(folder: Path, words: tuple[str, ...]) -> list[str]:
     mesh = mesh_of(run.plan)
     seen, _ = measured(run, mesh, folder)
     of = (run.arch, run.plan, mesh.place, state_layout(job_of(run)))
-    said = {line.name: line.bytes for line in (*states(*of), *hosted(*of))}  # a CPU's memory is the host's
+    said = {line.name: line.bytes for line in (*states(*of), *host_states(*of))}  # a CPU's memory is the host's
     return [f"{run.plan}: {name} seen {seen[name]}, said {said[name]}" for name in said if seen[name] != said[name]]
 
 
@@ -338,7 +338,7 @@ def test_a_lone_rank_whose_weights_are_in_host_memory_copies_one_block_at_a_time
     seen, _ = measured(run, mesh_of(run.plan), folder)
     near = {line.name: line.bytes for line in states(run.arch, run.plan)}
     assert near["weights"] == near["gradients"] == near["moments"] == near["unreduced_grads"] == 0
-    assert seen == near | {line.name: line.bytes for line in hosted(run.arch, run.plan)}
+    assert seen == near | {line.name: line.bytes for line in host_states(run.arch, run.plan)}
     assert 0 < near["all_gathered_params"] < count(run.arch) * (2 if run.plan.precision == "bf16" else 4)
 
 
@@ -417,7 +417,7 @@ def test_states_that_live_elsewhere_take_the_bytes_that_are_said_there(folder, w
     near = [array for home in optimizer.locations for array in home.arrays]
     slots = [buffer for slot in optimizer.slots for buffer in slot.near]
     optimizer.close()
-    said = ledger(job).away
+    said = ledger(job).offloaded
     kept = {line.name: line.bytes for line in (*said.host, *said.disk)}
     assert sum(array.nbytes for array in near) == kept["states"]
     assert bool(said.disk) == (run.plan.optimizer_offload == "disk")

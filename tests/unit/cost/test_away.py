@@ -33,7 +33,7 @@ def share(answer: Price, name: str) -> float:
 
 
 def host(asked: Job) -> dict[str, int]:
-    return {line.name: line.bytes for line in ledger(asked).away.host}
+    return {line.name: line.bytes for line in ledger(asked).offloaded.host}
 
 
 def test_offloaded_states_are_twelve_bytes_a_parameter_or_six():
@@ -42,7 +42,7 @@ def test_offloaded_states_are_twelve_bytes_a_parameter_or_six():
 
 
 def test_a_disk_has_what_host_memory_has_not():
-    found = ledger(job(bf16_params=True, optimizer_offload="disk", optimizer_offload_host_bytes=10**10)).away
+    found = ledger(job(bf16_params=True, optimizer_offload="disk", optimizer_offload_host_bytes=10**10)).offloaded
     near = {line.name: line.bytes for line in found.host}["states"]
     assert near == 10**10
     assert near + found.disk_bytes == 12 * WHOLE

@@ -16,7 +16,7 @@ from meshwright.search.sizes import Duration, Layer
 from meshwright.spec.optimizers import DESCRIPTIONS
 from meshwright.spec.params import active, count
 from meshwright.spec.plan import AXES, FIELDS, Plan
-from meshwright.spec.units import GIB, plural
+from meshwright.spec.units import GIB, gib, plural
 
 UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 LINES = {  # the largest entry of a plan that does not fit, as the counts name it
@@ -68,10 +68,6 @@ def found_words(found: Candidate, asked: Question) -> str:
     """A plan, and which of the numerics are not as they were asked."""
     other = [f"{name}={value}" for name, value in chosen(found).items() if value != getattr(asked, name)]
     return " ".join([plan_words(found.plan), *other])
-
-
-def gib(size: float) -> str:
-    return f"{size / GIB:.1f}"
 
 
 def number(value: float) -> str:

@@ -10,7 +10,7 @@ from meshwright.cli import options as words
 from meshwright.cli import plan_tables as tables
 from meshwright.cli.options import show
 from meshwright.cli.plan import TOP, answer_record, nothing_fits, searched
-from meshwright.cli.plan_tables import as_record, found_words, gib, short
+from meshwright.cli.plan_tables import as_record, found_words, short
 from meshwright.cli.query import PlanQuery, default_precision, put
 from meshwright.config import check, presets
 from meshwright.hardware.cluster import cluster
@@ -22,6 +22,7 @@ from meshwright.search.sizes import SHORTEST, Largest, largest_microbatch, large
 from meshwright.search.space import ON_DEVICE, problems, refuse_empty
 from meshwright.spec.plan import LOW_PRECISIONS
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.units import gib
 
 CHANGEABLE = ("network", "cluster", "sequence", "batch")
 SOUGHT = {"model": "arch", "microbatch": "batch", "sequence": "sequence"}  # what of the question is not asked for

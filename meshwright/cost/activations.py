@@ -22,16 +22,13 @@ import msgspec
 from meshwright.cost.job import Job
 from meshwright.hardware.stacks import StackMemory
 from meshwright.spec.arch import Arch
-from meshwright.spec.params import Param, Split, kv_part, params
-from meshwright.spec.plan import LOW_PRECISIONS, Plan, by_operation, runs
+from meshwright.spec.params import Param, Split, kv_part, layer_params
+from meshwright.spec.plan import LOW_PRECISIONS, Plan, by_operation, logit_rows, runs
 from meshwright.spec.tuning import DOWN, UP, is_adapter
 
 ITEM_BYTES = {"fp8": 2, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 INDEX_BYTES, MASK_BYTES = 8, 1
 OURS = "meshwright"  # the stack whose kernels are those of kernels/
-CHUNK_BYTES = 2**31  # of logits in one chunk of the loss, as in kernels/cross_entropy.py
-CHUNK_ROWS = 1024  # its rows are a multiple of this
-FROZEN_SHARE = 4  # such chunks in the place of one where the projection is frozen
 CLAMPED_COPIES = 7.0  # of gpt-oss's: gate and up, both clamped, a sigmoid, and two products
 FUSED_COPIES = 3.0  # of a gated layer: gate, up and their product
 SMALLEST_HEAD = 16  # for which there is attention by blocks
@@ -275,9 +272,7 @@ def has_chunks(arch: Arch, plan: Plan) -> bool:
 
 def chunk_rows(arch: Arch, plan: Plan) -> int:
     """Rows of a chunk: the largest part of the vocabulary decides, so that all ranks of tp have as many."""
-    row = math.ceil(arch.vocab / plan.tp) * ITEM_BYTES[plan.precision]
-    most = CHUNK_BYTES if projects(arch) else CHUNK_BYTES // FROZEN_SHARE
-    return max(most // row // CHUNK_ROWS, 1) * CHUNK_ROWS
+    return logit_rows(math.ceil(arch.vocab / plan.tp), ITEM_BYTES[plan.precision], is_frozen=not projects(arch))
 
 
 def projects(arch: Arch) -> bool:
@@ -408,9 +403,8 @@ def _adapters(work: MicrobatchShape, moe: bool) -> Iterator[tuple[Param, int]]:
     """The adapters' weights of a block, and the rows that each multiplies."""
     if work.arch.adapter.kind == "none":
         return
-    layer = next((layer for layer in range(work.arch.layers) if work.arch.is_moe(layer) == moe), 0)
-    for param in params(work.arch):
-        if param.layer == layer and is_adapter(param.name):
+    for param in layer_params(work.arch, moe):
+        if is_adapter(param.name):
             yield param, work.expert_rows if param.expert else work.whole
 
 

@@ -50,7 +50,7 @@ from meshwright.cost.rank_view import (
 from meshwright.cost.traffic import Axis, Kind, fp8_scales
 from meshwright.hardware.stacks import Efficiency, StackSpeed, efficiency_of
 from meshwright.spec.arch import Arch
-from meshwright.spec.params import kv_part, params
+from meshwright.spec.params import kv_part, layer_params, params
 from meshwright.spec.plan import Plan
 from meshwright.spec.tuning import DOWN, UP, is_adapter
 
@@ -269,9 +269,8 @@ def decoded_elements(arch: Arch, plan: Plan, moe: bool) -> tuple[int, int]:
 
     A forward of DoRA decodes what it needs the norms of once more, also where codes are multiplied as they are.
     """
-    layer = next((layer for layer in range(arch.layers) if arch.is_moe(layer) == moe), 0)
     forward = backward = 0
-    for param in (each for each in params(arch) if each.layer == layer and each.held != "bf16"):
+    for param in (each for each in layer_params(arch, moe) if each.held != "bf16"):
         elements = param.numel // (plan.ep if param.expert else 1)
         normed = has_row_norms(param, arch)
         multiplied = 0 if is_multiplied_as_held(param, plan) else elements * (1 + normed * arch.adapter.drops_rows)
@@ -331,8 +330,7 @@ def _adapters(at: LayerModel, moe: bool) -> PassTimes:
 @cache
 def adapted_shapes(arch: Arch, moe: bool) -> tuple[tuple[int, int, bool], ...]:
     """The outputs and inputs of a block's linear layers that have adapters, and whether they are routed experts'."""
-    layer = next((layer for layer in range(arch.layers) if arch.is_moe(layer) == moe), 0)
-    table = {param.name: param for param in params(arch) if param.layer == layer}
+    table = {param.name: param for param in layer_params(arch, moe)}
     pairs = ((param, table[name.replace(DOWN, UP)]) for name, param in table.items() if name.endswith(DOWN))
     return tuple((up.shape[-2], down.shape[-1], down.expert) for down, up in pairs)
 

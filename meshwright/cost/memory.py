@@ -34,7 +34,7 @@ from meshwright.hardware.cluster import Cluster
 from meshwright.spec.params import trained
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import Kind, Schedule, actions
-from meshwright.spec.units import GIB, html_table
+from meshwright.spec.units import GIB, gib, html_table
 
 STEADY: tuple[Schedule, ...] = ("1f1b", "interleaved", "zb1p", "zbv", "dualpipev")  # rounds in their middle are alike
 ROUNDS = 4  # microbatches ÷ pp after which a further round shows a rank nothing new
@@ -223,9 +223,9 @@ def _beyond(job: Job, found: Ledger) -> str:
     on_host = where == "host"
     lines = found.offloaded.host if on_host else found.offloaded.disk
     have = job.cluster.host_bytes if on_host else job.cluster.disk_bytes
-    said = ", ".join(f"{line.label} {line.bytes / GIB:.1f}" for line in lines)
+    said = ", ".join(f"{line.label} {gib(line.bytes)}" for line in lines)
     place = "host RAM" if on_host else "disk"
-    return f"needs {total(lines) / GIB:.1f} GiB of {place} per GPU; there are {have / GIB:.1f} ({said})"
+    return f"needs {gib(total(lines))} GiB of {place} per GPU; there are {gib(have)} ({said})"
 
 
 def _unstated(cluster: Cluster, offloaded: OffloadedMemory) -> str | None:
@@ -251,8 +251,8 @@ def _why(found: Ledger, headroom: int) -> str:
     """Why the device has, or has not, enough memory."""
     fullest = max(found.lines, key=lambda line: line.bytes)
     where = f"the {found.role} pipeline rank" if found.role != "only" else "a rank"
-    amount = f"{abs(headroom) / GIB:.1f} GiB {'of headroom' if headroom >= 0 else 'short'}"
-    largest = f"the largest entry is {fullest.label}, {fullest.bytes / GIB:.1f} GiB"
+    amount = f"{gib(abs(headroom))} GiB {'of headroom' if headroom >= 0 else 'short'}"
+    largest = f"the largest entry is {fullest.label}, {gib(fullest.bytes)} GiB"
     return f"{where} peaks at {found.moment}, {amount}; {largest}"
 
 

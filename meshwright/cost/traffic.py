@@ -48,7 +48,7 @@ from meshwright.spec.communication import (
     served_rows,
 )
 from meshwright.spec.optimizers import DESCRIPTIONS, OptimizerSpec, Statistic, is_of
-from meshwright.spec.params import Param, Split, buffers, kv_part, params, trained
+from meshwright.spec.params import Param, Split, buffers, kv_part, layer_params, params, trained
 from meshwright.spec.plan import FP8_MULTIPLE, Plan
 from meshwright.spec.quantized import FORMATS, is_quantized
 from meshwright.spec.schedule import IN_SIGHT, Schedule, actions
@@ -256,9 +256,8 @@ def fp8_scales(arch: Arch, plan: Plan, tokens: int, moe: bool) -> tuple[tuple[in
     if plan.precision != "fp8" or plan.tp == 1:
         return ()
     by_row, calls = plan.fp8_scaling == "rowwise", dict[int, tuple[int, int]]()
-    layer = next((layer for layer in range(arch.layers) if arch.is_moe(layer) == moe), None)
-    for param in params(arch):
-        if param.layer != layer or param.expert or len(param.shape) != 2 or param.split is Split.NONE:
+    for param in layer_params(arch, moe):
+        if param.expert or len(param.shape) != 2 or param.split is Split.NONE:
             continue
         if is_adapter(param.name):  # which is not in FP8
             continue

@@ -18,7 +18,7 @@ from meshwright.search.space import ON_DEVICE, problems, refuse_empty, wants_pip
 from meshwright.spec.optimizers import DESCRIPTIONS, OPTIMIZERS
 from meshwright.spec.params import params
 from meshwright.spec.plan import AXES, Precision
-from meshwright.spec.units import GIB
+from meshwright.spec.units import gib
 
 STATES = (
     "weights",
@@ -418,7 +418,3 @@ def plan_phrase(found: Candidate) -> str:
     plan = found.plan
     recompute = f", recompute={plan.recompute}" if plan.recompute != "none" else ""
     return f"{plan}" if plan.world > 1 else f"microbatch={plan.microbatch}{recompute}"
-
-
-def gib(size: float) -> str:
-    return f"{size / GIB:.1f}"

@@ -30,7 +30,7 @@ from meshwright.search.question import Question, variants
 from meshwright.search.space import AxesChoice
 from meshwright.spec.plan import FIELDS, Plan
 from meshwright.spec.quantized import FORMATS
-from meshwright.spec.units import GIB, html_table
+from meshwright.spec.units import gib, html_table
 
 TOLD_APART = 0.02  # the same run measured twice differs by this much at best
 ALIKE = 0.05  # predictions err by as much at their best (results/accuracy.json): no reason for a more intricate plan
@@ -90,8 +90,8 @@ def _cells(each: Candidate) -> tuple[str, ...]:
         f"{price.seconds:.3g} ({price.low_seconds:.3g} to {price.high_seconds:.3g})",
         f"{price.tokens_per_second_per_gpu * each.plan.world:,.0f}",
         f"{price.mfu:.1%}" if price.mfu else "–",
-        f"{each.peak_bytes / GIB:.1f}",
-        f"{fit.headroom_bytes / GIB:.1f}",
+        f"{gib(each.peak_bytes)}",
+        f"{gib(fit.headroom_bytes)}",
         "yes" if fit.fits else fit.host_question or f"no: {fit.why}",
     )
 

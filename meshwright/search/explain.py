@@ -22,7 +22,7 @@ from meshwright.spec.communication import described
 from meshwright.spec.optimizers import DESCRIPTIONS, OPTIMIZERS, in_state_dtype
 from meshwright.spec.plan import AXES, FIELDS, Plan, balanced_stages
 from meshwright.spec.schedule import default_chunks
-from meshwright.spec.units import GIB
+from meshwright.spec.units import GIB, gib
 
 ROUNDED = {
     "int8": "about 1 %",
@@ -79,7 +79,7 @@ def room(found: Candidate) -> str:
     """The ledger in a sentence."""
     ledger, fit = found.ledger, found.fit
     memory = found.job.cluster.gpu.memory_bytes / GIB
-    left = f"{abs(fit.headroom_bytes) / GIB:.1f} GiB {'headroom' if fit.headroom_bytes >= 0 else 'short'}"
+    left = f"{gib(abs(fit.headroom_bytes))} GiB {'headroom' if fit.headroom_bytes >= 0 else 'short'}"
     beyond = f" It does not fit: {fit.why}." if fit.headroom_bytes >= 0 and fit.fits is False else ""
     return (
         f"The most loaded rank needs {memory - fit.headroom_bytes / GIB:.1f} GiB; the card has {memory:.1f} "
@@ -112,7 +112,7 @@ def offloaded(found: Candidate) -> str:
 def _share(place: str, key: str, size: float, room: float) -> str:
     """How much of the host's memory or disk a rank takes."""
     have = f"{room / GIB:.0f} there" if room else f"yours is unknown: set {key}"
-    return f"{size / GIB:.1f} GiB of {place} per GPU ({have})"
+    return f"{gib(size)} GiB of {place} per GPU ({have})"
 
 
 def unchanged(job: Job) -> str:
@@ -206,11 +206,11 @@ def _neighbour_price(question: Question, neighbour: Neighbour) -> NeighbourPrice
     if found.fits is None:
         offloaded = found.ledger.offloaded
         places = (("host RAM", offloaded.host_bytes), ("disk", offloaded.disk_bytes))
-        wanted = " and ".join(f"{size / GIB:.1f} GiB of {name}" for name, size in places if size)
+        wanted = " and ".join(f"{gib(size)} GiB of {name}" for name, size in places if size)
         problem = f"if there are {wanted} per GPU"
     if found.fit.headroom_bytes < 0:
         memory = found.job.cluster.gpu.memory_bytes / GIB
-        short = f"needs {found.peak_bytes / GIB:.1f} GiB; the card has {memory:.1f}"
+        short = f"needs {gib(found.peak_bytes)} GiB; the card has {memory:.1f}"
         problem = f"does not fit: {short}; the largest entry is {largest(found.ledger).label}"
     return NeighbourPrice(
         change=neighbour.change,

@@ -22,7 +22,7 @@ from meshwright.search.best_first import Candidate, fit_of, priced
 from meshwright.search.explain import neighbours, smaller_microbatches
 from meshwright.search.question import Question
 from meshwright.spec.plan import Plan
-from meshwright.spec.units import GIB
+from meshwright.spec.units import GIB, gib
 from meshwright.train.state import State
 
 # Lines that are measured by adding up tensors.
@@ -40,7 +40,7 @@ class FittingChange(msgspec.Struct, frozen=True, kw_only=True):
     cost: float  # predicted time of a step ÷ the present plan's
 
     def __str__(self) -> str:
-        return f"{self.change}: {self.peak_bytes / GIB:.1f} GiB, {self.cost:.2f}× the time"
+        return f"{self.change}: {gib(self.peak_bytes)} GiB, {self.cost:.2f}× the time"
 
 
 @contextmanager
@@ -66,9 +66,7 @@ class CardUse(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         named = f": {'; '.join(map(str, self.holders))}" if self.holders else " (the driver does not say which)"
-        return (
-            f"other processes hold {self.other_bytes / GIB:.1f} of this card's {self.total_bytes / GIB:.0f} GiB{named}"
-        )
+        return f"other processes hold {gib(self.other_bytes)} of this card's {self.total_bytes / GIB:.0f} GiB{named}"
 
 
 def card_use(device: torch.device) -> CardUse:
@@ -109,7 +107,7 @@ def expected(run: Run, device: torch.device) -> str:
 def peak_words(question: Question, run: Run) -> str:
     """What the most loaded rank is expected to hold, and whether it can."""
     peak, room = worst(question.job(run.plan)).allocated, question.cluster.gpu.memory_bytes
-    words = f"{peak / GIB:.1f} of {room / GIB:.0f} GiB expected at the peak"
+    words = f"{gib(peak)} of {room / GIB:.0f} GiB expected at the peak"
     return f"memory: {words}" if peak <= room else f"warning: {words}: this will not fit"
 
 
@@ -151,9 +149,9 @@ def failure_report(
     found = changes(question, run, left)
     remedy = "; ".join(str(each) for each in found) or "no single change fits: use more GPUs, or a smaller model"
     if shared and predicted.allocated <= room:
-        into = f", or fit into the {left / GIB:.1f} GiB that are left: {remedy}" if found else ""
+        into = f", or fit into the {gib(left)} GiB that are left: {remedy}" if found else ""
         remedy = f"{FREE}{into}"
-    why = f"{use}; this plan needs {predicted.allocated / GIB:.1f} GiB" if shared else ""
+    why = f"{use}; this plan needs {gib(predicted.allocated)} GiB" if shared else ""
     return Failure(
         kind="memory",
         code=Exit.DOES_NOT_FIT,
@@ -170,8 +168,8 @@ def cause(predicted: Ledger, measured: Mapping[str, int], peak: int, room: float
     if predicted.allocated > room:
         most = max(predicted.lines, key=lambda line: line.bytes)
         return (
-            f"the plan needs {predicted.allocated / GIB:.1f} GiB of {room / GIB:.0f}, as predicted, "
-            f"{most.bytes / GIB:.1f} of them for {most.label}"
+            f"the plan needs {gib(predicted.allocated)} GiB of {room / GIB:.0f}, as predicted, "
+            f"{gib(most.bytes)} of them for {most.label}"
         )
     name, here, there = overrun(predicted, measured, peak)
     return f"{LABELS.get(name, name)} took {here / GIB:.2f} GiB, {there / GIB:.2f} GiB were predicted"

@@ -73,8 +73,8 @@ FP8_CODES_TURNED = 2  # of a weight that is held in FP8: read and written
 # parallel/activation_offload.py. fp8: one kernel; codes cast up, scaled and cast down. int8: extremes, an fp32
 # multiplication, its rounding; an fp32 multiplication, cast down.
 QUANTIZED_BYTES = {"fp8": (1.0, 17.0), "int8": (17.0, 9.0)}
-# Bytes moved for an element that is decoded by the operators of kernels/coded.py: half a byte becomes half an index of
-# four, which is read for an fp32 number; that is scaled in place, and read to be written in 16 bits.
+# Bytes moved for an element that is decoded by the operators of kernels/quantized.py: half a byte becomes half an
+# index of four, which is read for an fp32 number; that is scaled in place, and read to be written in 16 bits.
 DECODED_BYTES = 0.5 + 2 * 2 + 4 + 2 * 4 + 4 + 2
 NF4_BYTES = 0.5 + 2  # the same by the kernel that decodes NF4
 # Passes over an adapter's output, added to its layer's: both are read, and the sum written; a compiled block adds where

@@ -559,11 +559,11 @@ def _elements(group: ParamGroup, view: RankView, shards: int) -> int:
 def gathered_bytes(group: ParamGroup, view: RankView) -> int:
     """Bytes of one layer's group when it is gathered: in the precision of the arithmetic, or in few bits."""
     _, shards = grid(group, view.plan)
-    coded = tuple(param for param in group.params if param.item)
-    if not coded:
+    quantized = tuple(param for param in group.params if param.item)
+    if not quantized:
         return _elements(group, view, shards) * view.compute_bytes
     plain = tuple(param for param in group.params if not param.item)
-    codes, rest = (msgspec.structs.replace(group, params=some) for some in (coded, plain))
+    codes, rest = (msgspec.structs.replace(group, params=some) for some in (quantized, plain))
     return _elements(codes, view, shards) + _elements(rest, view, shards) * view.compute_bytes
 
 

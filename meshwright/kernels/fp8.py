@@ -23,7 +23,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.coded import floats
 from meshwright.kernels.dispatch import (
     ROW_LIMIT,
     Kernels,
@@ -40,6 +39,7 @@ from meshwright.kernels.dispatch import (
     triton,
     warps,
 )
+from meshwright.kernels.quantized import floats
 
 
 class Half(NamedTuple):
@@ -341,7 +341,7 @@ def frozen_product(
     grad_format: GradFormat,
     sharing: Sharing | None,
 ) -> Tensor:
-    """The matmul in FP8 with a frozen weight as `kernels/coded.py` makes it: E4M3 numbers, and a scale for each row.
+    """The matmul in FP8 with a frozen weight of `kernels/quantized.py`: E4M3 numbers, and a scale for each row.
 
     Two matmuls, as the weight has no gradient. A row's scale multiplies what the output has of it, and going back the
     gradient, before that is quantized: the numbers are never decoded. Nothing of the input is saved.

@@ -13,7 +13,7 @@ from meshwright.checkpoint.model_folder import ModelFolder, open_folder
 from meshwright.config.run import Dpo, Run
 from meshwright.data.loader import Loader
 from meshwright.data.prepare import Corpus
-from meshwright.kernels.coded import CodedPart, decode, encode
+from meshwright.kernels.quantized import FrozenPart, decode, encode
 from meshwright.models import lora
 from meshwright.models.decoder import Decoder
 from meshwright.models.dropout import Dropout
@@ -32,7 +32,7 @@ from meshwright.parallel.apply import apply
 from meshwright.parallel.expert import learned_buffers
 from meshwright.parallel.mesh import Mesh, local, region_of
 from meshwright.parallel.model_spec import DECODER
-from meshwright.spec.params import Param, buffers, coded_name, params, stored
+from meshwright.spec.params import Param, buffers, params, stored, stored_name
 from meshwright.spec.quantized import ABSMAX, BLOCK, CODES, SCALES, parts
 from meshwright.spec.tuning import MAGNITUDE, is_adapter
 from meshwright.train.noise_scale import AdaScale, NoiseMeter
@@ -156,7 +156,7 @@ class FirstValues:
         self.stored = {param.name: param for param in stored(run.arch)}
         # What each tensor that is beside a weight, or stands for it, is made of.
         weights, beside = (p for p in params(run.arch) if not is_adapter(p.name)), (CODES, ABSMAX, SCALES, MAGNITUDE)
-        self.source = {coded_name(weight.name, part): weight for weight in weights for part in beside}
+        self.source = {stored_name(weight.name, part): weight for weight in weights for part in beside}
         self.encoded = lru_cache(maxsize=1)(self._encoded)  # several tensors are made of one
 
     def write(self, target: Tensor, name: str, region: tuple[slice, ...]) -> None:
@@ -174,7 +174,7 @@ class FirstValues:
     def part(self, name: str) -> Tensor:
         """One of the tensors that stand for a matrix in few bits, or a stack of them."""
         weight = self.source[name]
-        names = [coded_name(weight.name, part) for part, _, _ in parts(weight.held, weight.shape, False)]
+        names = [stored_name(weight.name, part) for part, _, _ in parts(weight.held, weight.shape, False)]
         return self.encoded(weight)[names.index(name)]
 
     def matrix(self, name: str) -> Tensor:
@@ -182,7 +182,7 @@ class FirstValues:
         weight, dtype = self.source[name], precision.compute_dtype(self.run.plan)
         if weight.held == "bf16":
             return self._whole(weight).to(dtype)
-        return decode(CodedPart(weight.held, weight.shape[-1] // BLOCK), self.encoded(weight), dtype)
+        return decode(FrozenPart(weight.held, weight.shape[-1] // BLOCK), self.encoded(weight), dtype)
 
     def _encoded(self, weight: Param) -> tuple[Tensor, ...]:
         return encode(weight.held, self._whole(weight))

@@ -32,7 +32,7 @@ from meshwright.cost.memory import Ledger, ledger, worst
 from meshwright.cost.resident import host_states, states
 from meshwright.cost.traffic import Axis, Collective, Kind, of_every_step, traffic
 from meshwright.data.loader import Batch, StepBatch
-from meshwright.kernels import coded
+from meshwright.kernels import quantized
 from meshwright.kernels.experts import by_segment
 from meshwright.models import lora
 from meshwright.models.decoder import Decoder
@@ -327,7 +327,7 @@ def trace_step(run: Run, rank: int, collectives: Collectives) -> DryRunStep:
         lora.freeze(model, run.arch, precision.compute_dtype(run.plan))
         chunks = apply(model, run.plan, mesh, DECODER)
         forward_backward = choose(run, chunks, mesh)
-        stack.callback(coded.forget_tables)
+        stack.callback(quantized.forget_tables)
         # Tensors take no memory; the mesh and the model on meta, which hold none either, are let in.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         live = stack.enter_context(following())

@@ -42,7 +42,7 @@ SAID_BEFORE = {"zero", "cp_kind", "schedule", "stages", "microbatch", "grad_accu
 def plan_words(plan: Plan) -> str:
     """A plan without what is the same for all plans of a table."""
     used = [f"{name}={value}" for name in (*AXES, "ep") if (value := getattr(plan, name)) > 1]
-    if plan.shards > 1:
+    if plan.shards > 1 or plan.zero:  # on one shard, whether a gathered copy of the weights stays
         used.append(f"zero={plan.zero}")
     if plan.cp > 1:
         used.append(plan.cp_kind)

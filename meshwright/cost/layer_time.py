@@ -67,8 +67,8 @@ BACKWARD_SCORES = 1.5  # scores are moved in the backward of unfused attention, 
 # Bytes moved to make an FP8 number. One of an input: two read, where the kernel that wrote them found the maximum, and
 # one written. Of a weight or a gradient: read once more, for the maximum. Transposed, of inputs and gradients one more
 # is written at once; a weight is read and written again in the backward.
-FP8_INPUT, FP8_OTHER, FP8_TURNED, FP8_WEIGHT_TURNED = 3, 5, 1, 3
-FP8_CODES_TURNED = 2  # of a weight that is held in FP8: read and written
+FP8_INPUT, FP8_OTHER, FP8_TRANSPOSED, FP8_WEIGHT_TRANSPOSED = 3, 5, 1, 3
+FP8_CODES_TRANSPOSED = 2  # of a weight that is held in FP8: read and written
 # Bytes that quantizing an element moves beside the element and its code, encoded and decoded, by the operators of
 # parallel/activation_offload.py. fp8: one kernel; codes cast up, scaled and cast down. int8: extremes, an fp32
 # multiplication, its rounding; an fp32 multiplication, cast down.
@@ -526,18 +526,18 @@ def _between_bytes(at: LayerModel, moe: bool) -> float:
 def _cast_bytes(shapes: list[Shape], experts: list[Shape], at: LayerModel) -> tuple[float, float]:
     """What making FP8 numbers for matmuls moves, forward and backward.
 
-    Experts quantize their weights in both, and of what the backward has turn these alone.
+    Experts quantize their weights in both, and of what the backward has transpose these alone.
     """
     if at.plan.precision != "fp8":
         return 0.0, 0.0
     inputs, weights, gradients = _operands(shapes)
-    if _multiplies_codes(at):  # the output is read and written once more, and scaled; the weight is turned alone
+    if _multiplies_codes(at):  # the output is read and written once more, and scaled; the weight alone is transposed
         by_rows = 0.0 if at.plan.fp8_scaling == "rowwise" else 2 * at.fusion * at.rates.width
-        return FP8_INPUT * inputs + by_rows * gradients, FP8_OTHER * gradients + FP8_CODES_TURNED * weights
-    turned = FP8_TURNED * gradients + FP8_WEIGHT_TURNED * weights
+        return FP8_INPUT * inputs + by_rows * gradients, FP8_OTHER * gradients + FP8_CODES_TRANSPOSED * weights
+    transposed = FP8_TRANSPOSED * gradients + FP8_WEIGHT_TRANSPOSED * weights
     rows, stacks, row_gradients = _operands([] if _experts_stay_wide(at) else experts)
-    forward = (FP8_INPUT + FP8_TURNED) * inputs + FP8_INPUT * rows + FP8_OTHER * (weights + stacks)
-    return forward, FP8_OTHER * (gradients + row_gradients + stacks) + turned + FP8_TURNED * stacks
+    forward = (FP8_INPUT + FP8_TRANSPOSED) * inputs + FP8_INPUT * rows + FP8_OTHER * (weights + stacks)
+    return forward, FP8_OTHER * (gradients + row_gradients + stacks) + transposed + FP8_TRANSPOSED * stacks
 
 
 def _multiplies_codes(at: LayerModel) -> bool:

@@ -446,7 +446,7 @@ class Survivors:
             found = Generation(number=number, members=there, starts=tuple(starts))
         assert found is not None
         if found.number == self.generation.number:
-            raise StoppedError("asked to end while the replica came back")
+            raise StoppedError("stopped while the replica came back")
         return found
 
     def _standings(self) -> dict[int, RankPosition] | None:

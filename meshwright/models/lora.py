@@ -299,14 +299,14 @@ def adapt(model: nn.Module, arch: Arch) -> None:
     if arch.adapter.dropout:
         for block in model.get_submodule("blocks").children():
             linears = [module for module in block.modules() if isinstance(module, LoraLinear)]
-            block.forward = partial(_told, block.forward, linears)
+            block.forward = partial(_with_index, block.forward, linears)
 
 
-def _told(forward: Callable[..., Tensor], linears: list[LoraLinear], *arguments: Any) -> Tensor:
+def _with_index(forward: Callable[..., Tensor], linears: list[LoraLinear], *args: Any) -> Tensor:
     """A block whose adapters know the index of its tokens, its last argument; inside what may be recomputed."""
     for linear in linears:
-        linear.index = arguments[-1]
-    return forward(*arguments)
+        linear.index = args[-1]
+    return forward(*args)
 
 
 def freeze(model: nn.Module, arch: Arch, dtype: torch.dtype) -> None:

@@ -33,7 +33,7 @@ SET_PARENT_DEATH_SIGNAL, SET_NAME, SET_CHILD_SUBREAPER = 1, 15, 36  # of Linux's
 START_SECONDS = 300.0  # importing torch from a cold and crowded disk
 SOON = 0.3  # seconds in which the victims of a first failure fall
 SERVER = multiprocessing.get_context("forkserver")
-Work = Callable[..., None]  # (place, *arguments), to be found by its name in a module
+Work = Callable[..., None]  # (place, *args), to be found by its name in a module
 
 
 class ForkServerError(RuntimeError):
@@ -270,8 +270,8 @@ class Remote:
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = module, name
 
-    def __call__(self, *arguments: Any) -> None:
-        getattr(importlib.import_module(self.module), self.name)(*arguments)
+    def __call__(self, *args: Any) -> None:
+        getattr(importlib.import_module(self.module), self.name)(*args)
 
 
 class Crew:

@@ -132,8 +132,8 @@ def held_loss(chunks: Sequence[nn.Module], run: Run, mesh: Mesh, batch: Batch) -
 
 def forward_only(chunks: Sequence[nn.Module], run: Run, mesh: Mesh, batch: Batch) -> Tensor | None:
     """Logits of this rank's part of a microbatch, or None where another stage has them."""
-    words = arguments(run.plan, mesh, batch)
-    return chunks[0](**words) if run.plan.pp == 1 else relay(chunks, run, mesh, words)
+    kwargs = arguments(run.plan, mesh, batch)
+    return chunks[0](**kwargs) if run.plan.pp == 1 else relay(chunks, run, mesh, kwargs)
 
 
 @contextmanager

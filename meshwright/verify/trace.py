@@ -144,10 +144,10 @@ def following() -> Iterator[Live]:
         live.resized(storage)
         return result
 
-    def shape_of_whole(*arguments: Any) -> Any:
+    def shape_of_whole(*args: Any) -> Any:
         live.asking += 1
         try:
-            return shape(*arguments)
+            return shape(*args)
         finally:
             live.asking -= 1
 
@@ -302,12 +302,12 @@ def _all_to_all(
     given: Tensor,
     received: list[int] | None = None,
     sent: list[int] | None = None,
-    **words: Any,
+    **kwargs: Any,
 ) -> Any:
     """An all-to-all of the fake group, which returns what it is given: of nothing it can make nothing else."""
     if given.numel() == 0 and sent is not None:
         output, received = output.new_empty(0), [0] * len(sent)
-    return exchange(output, given, received, sent, **words)
+    return exchange(output, given, received, sent, **kwargs)
 
 
 def traceable(plan: Plan) -> Plan:

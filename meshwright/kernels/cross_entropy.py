@@ -285,18 +285,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows = min(logit_rows(shard.largest, x.element_size(), is_frozen=not ctx.needs_input_grad[1]), len(x))
         trains = trains and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
         dx = torch.empty_like(x) if trains else None
-        wide = aligned(projection) if x.is_cuda else projection
+        padded = aligned(projection) if x.is_cuda else projection
         # A frozen projection has none.
         dprojection = _GradientSum(projection, chunks=-(-len(x) // rows)) if ctx.needs_input_grad[1] else None
         losses = torch.empty(len(x), dtype=_fp32_or_wider(x), device=x.device)
         for start in range(0, len(x), rows):
             chunk = slice(start, start + rows)
-            logits = x[chunk] @ wide.t()
+            logits = x[chunk] @ padded.t()
             bent, own = cap(logits, how.softcap), logits[:, : len(projection)]
             losses[chunk], factors = softmax_gradient(own, targets[chunk], weight, shard, kernels)
             if dx is not None:
                 uncap(logits, bent)
-                entering, leaving = x[chunk], torch.mm(logits, wide, out=dx[chunk])
+                entering, leaving = x[chunk], torch.mm(logits, padded, out=dx[chunk])
                 if factors is not None:  # in fp32: each element is rounded once
                     entering = torch.mul(entering, factors, out=torch.empty_like(entering))
                     leaving.mul_(factors)

@@ -95,8 +95,8 @@ class LoraLinear(FrozenLinear):
     first: int = 0  # of the inputs, the first that this rank has
 
     def product(self, x: Tensor) -> Tensor:
-        # With A, then with B: never with their product, which has the size of the weight. The narrow one is scaled, so
-        # that a compiled block adds the wide one where it is multiplied.
+        # With A, then with B: never with their product, which has the size of the weight. The small one is scaled, so
+        # that a compiled block adds the large one where it is multiplied.
         return super().product(x) + F.linear(self.down(x) * (0.0 if self.off else self.scale), self.lora_b)
 
     @property
@@ -140,10 +140,10 @@ def _left(x: Tensor, keep: Tensor, p: float) -> Tensor:
 
 def square_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Those of the rows of W + s · B A, never made: of W, of s · B A, and twice what the two have in common."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    own = torch.linalg.vector_norm(weight, dim=-1, dtype=wide).square()
-    common = ((weight @ a.mT).to(wide) * b).sum(-1)
-    return own + 2 * scale * common + scale**2 * ((b.to(wide) @ (a.to(wide) @ a.to(wide).mT)) * b).sum(-1)
+    accum = torch.promote_types(weight.dtype, torch.float32)
+    own = torch.linalg.vector_norm(weight, dim=-1, dtype=accum).square()
+    common = ((weight @ a.mT).to(accum) * b).sum(-1)
+    return own + 2 * scale * common + scale**2 * ((b.to(accum) @ (a.to(accum) @ a.to(accum).mT)) * b).sum(-1)
 
 
 def alone(squares: Tensor) -> Tensor:

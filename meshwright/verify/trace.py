@@ -393,7 +393,7 @@ class _Step:
     def states(self) -> dict[str, int]:
         """Bytes of what stays from step to step, and of the gradients, which are there until the next begins."""
         return {
-            "weights": stored([*self.optimizer.wide, *self.frozen]),
+            "weights": stored([*self.optimizer.masters, *self.frozen]),
             "gradients": stored(weight.grad for weight in self.weights),
             "moments": stored(chain.from_iterable(self.optimizer.states().values())),
             "error_feedback": stored(chain.from_iterable(reduction.kept() for reduction in self.reductions)),

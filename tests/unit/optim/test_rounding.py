@@ -137,7 +137,7 @@ def test_draws_differ_from_step_to_step_and_from_weight_to_weight():
 def test_weights_in_bf16_have_moments_in_fp32_and_no_master():
     for kind in ROUNDED:
         weights, optimizer = bag(kind, [torch.randn(8, 8).bfloat16()])
-        assert optimizer.wide[0].data_ptr() == weights["w0"].data_ptr()
+        assert optimizer.masters[0].data_ptr() == weights["w0"].data_ptr()
         assert {state.dtype for state in optimizer.states_of(0)} == {torch.float32}
     assert master_weights.weight_dtype(Optim(), BF16) == torch.float32
     assert master_weights.weight_dtype(Optim(master_weights="none"), BF16) == torch.bfloat16

@@ -251,7 +251,7 @@ def sync_bytes(view: RankView) -> int:
     """What replicas that sync rarely make on the device for the largest of their buckets, when it is synced.
 
     Its delta, and the same as one tensor for the collective. In few bits: the delta, the sum and what is added to it,
-    one weight as its codes become numbers, what all replicas have sent, and this one's own message, which the
+    one weight as it is dequantized, what all replicas have sent, and this one's own message, which the
     collective may let go of only later.
     """
     plan = view.plan
@@ -290,12 +290,12 @@ def buffered(job: Job, place: Mapping[str, int]) -> ResidentMemory:
     """Weights and one gradient buffer for the whole step; the optimizer's copy and moments, from zero 1 in shares."""
     holds, plan = job.stack.holds, job.plan
     rest, experts = parameters(job.arch, plan, padded_vocab(job), place.get("pp", 0))
-    numbers = rest + experts
+    elements = rest + experts
     data = plan.replicate * plan.shard * plan.cp
     shared = rest / data + experts / max(data // plan.ep, 1)  # an expert's copies are on fewer ranks
-    moved = shared if plan.zero else numbers
-    kept = shared if plan.zero == 3 else numbers
-    summed = shared if plan.zero >= 2 else numbers
+    moved = shared if plan.zero else elements
+    kept = shared if plan.zero == 3 else elements
+    summed = shared if plan.zero >= 2 else elements
     spec, usual = DESCRIPTIONS[job.optimizer], min(ADAMW.state_bytes(4), holds.optimizer_bytes)
     table = params(job.arch)
     moments = usual * spec.total_bytes(table, 4) / ADAMW.total_bytes(table, 4)  # a stack's figures are of AdamW
@@ -313,7 +313,7 @@ def buffered(job: Job, place: Mapping[str, int]) -> ResidentMemory:
             ("all_gathered_params", 0, "all-gathered inputs whose memory cannot be reused at once"),
             *IN_FLIGHT,
             ("logits", 0, "of the loss, forward and backward"),
-            ("reduce_buffers", holds.bucket_bytes * numbers * (data > 1), "buckets in which gradients are reduced"),
+            ("reduce_buffers", holds.bucket_bytes * elements * (data > 1), "buckets in which gradients are reduced"),
             ("update", 0, "temporaries of the optimizer step"),
             ("workspace", holds.workspace_bytes, "of cuBLAS and other libraries"),
         ),
@@ -582,7 +582,7 @@ def secondary_bytes(view: RankView) -> int:
 
 
 def decoding_bytes(view: RankView) -> int:
-    """What a gather in codes makes beside the largest group of weights: all messages, and numbers before they fit."""
+    """What a quantized gather makes beside the largest group of weights: all messages, and elements in both dtypes."""
     plan, found = view.plan, [0]
     for group in groups(view) if plan.gather != "default" else ():
         _, shards = grid(group, plan)
@@ -696,7 +696,7 @@ def lossy_bytes(group: ParamGroup, view: RankView) -> int:
 
 
 def _unsharded_elements(view: RankView) -> tuple[int, int]:
-    """Trained numbers in the largest block, and outside the blocks, before they are cut into shards."""
+    """Trained elements in the largest block, and outside the blocks, before they are cut into shards."""
     return _unsharded([group.trained for group in groups(view)], view, {})
 
 
@@ -710,9 +710,9 @@ def _unsharded(held: Iterable[ParamGroup], view: RankView, sizes: Mapping[int, i
     for group in held:
         if not group.params:
             continue
-        numbers = sum(math.prod(local_shape(param, view)) * sizes.get(param.item, 1) for param in group.params)
+        size = sum(math.prod(local_shape(param, view)) * sizes.get(param.item, 1) for param in group.params)
         if group.params[0].layer >= 0:
-            blocks.append(numbers)
+            blocks.append(size)
         else:
-            outside += numbers
+            outside += size
     return max(blocks), outside

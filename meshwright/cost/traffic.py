@@ -270,10 +270,10 @@ def fp8_scales(arch: Arch, plan: Plan, tokens: int, moe: bool) -> tuple[tuple[in
             found = [(tokens + out if by_row else 2, 1, 0)]
         else:
             found = [(tokens + into, 0, 1)] if by_row else [(1, 1, 1)]
-        for numbers, forward, backward in found:
-            before = calls.get(numbers, (0, 0))
-            calls[numbers] = before[0] + forward, before[1] + backward
-    return tuple((numbers * AMAX_BYTES, *times) for numbers, times in calls.items())
+        for elements, forward, backward in found:
+            before = calls.get(elements, (0, 0))
+            calls[elements] = before[0] + forward, before[1] + backward
+    return tuple((elements * AMAX_BYTES, *times) for elements, times in calls.items())
 
 
 def _loss_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
@@ -284,10 +284,10 @@ def _loss_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     if view.plan.tp > 1 and part.last:
         rows = view.loss_rows
         chunks, rest = divmod(view.plan.microbatch * view.positions, rows)
-        for numbers, times in ((rows, chunks), (rest, 1)):
-            if numbers:
+        for elements, times in ((rows, chunks), (rest, 1)):
+            if elements:
                 count = 3 * view.plan.grad_accum * times * view.forwards * (1 + view.arch.mtp_layers)
-                yield Collective(kind="all_reduce", axis="tp", count=count, bytes=numbers * view.accum_bytes)
+                yield Collective(kind="all_reduce", axis="tp", count=count, bytes=elements * view.accum_bytes)
 
 
 def _ring(part: StageLayers, view: RankView) -> Iterator[Collective]:
@@ -296,11 +296,11 @@ def _ring(part: StageLayers, view: RankView) -> Iterator[Collective]:
     back = sum(flow.attended for flow in part.flow)
     times = back * plan.grad_accum
     forward = (view.forwards * part.layers + part.recomputed.layers) * plan.grad_accum
-    numbers = plan.microbatch * view.positions * kv_part(view.arch, plan.tp)
+    elements = plan.microbatch * view.positions * kv_part(view.arch, plan.tp)
     for count, size, overlappable in (
-        ((times + forward) * (plan.cp - 1), numbers * view.compute_bytes, True),
-        (times * (plan.cp - 2), numbers * view.accum_bytes, True),
-        (times, numbers * view.accum_bytes, False),
+        ((times + forward) * (plan.cp - 1), elements * view.compute_bytes, True),
+        (times * (plan.cp - 2), elements * view.accum_bytes, True),
+        (times, elements * view.accum_bytes, False),
     ):
         yield Collective(kind="send", axis="cp", count=count, bytes=size, overlappable=overlappable)
 
@@ -401,7 +401,7 @@ def weight_traffic(view: RankView, over_tp: bool = True, apart: bool = False) ->
     yield from _over_tied(view)
     if view.plan.is_served:
         yield from _over_servers(view)
-    elif view.plan.parts > 1:  # the few numbers that replicas tell each other, whenever a fragment is synced
+    elif view.plan.parts > 1:  # the few values that replicas tell each other, whenever a fragment is synced
         size, times = view.plan.parts * TALLY * DOUBLE, view.plan.outer_fragments
         yield Collective(kind="all_gather", axis="outer", count=times, bytes=size, every=view.plan.sync_every)
 
@@ -697,12 +697,12 @@ def quantized_bytes(group: ParamGroup, view: RankView) -> int:
     """A rank's part of a group's delta as it is sent: codes and a scale for each block; vectors as they are."""
     plain = scales = codes = 0
     for param in group.trained.params:
-        numbers = updated_elements(msgspec.structs.replace(group, params=(param,), count=1), view)
+        elements = updated_elements(msgspec.structs.replace(group, params=(param,), count=1), view)
         if len(param.shape) == 1:
-            plain += numbers * view.accum_bytes
+            plain += elements * view.accum_bytes
         else:
-            scales += numbers // block_length(param.shape[-1]) * SCALE_BYTES
-            codes += numbers
+            scales += elements // block_length(param.shape[-1]) * SCALE_BYTES
+            codes += elements
     return plain + scales + math.ceil(codes * BITS[view.plan.outer_quant] / 8)
 
 

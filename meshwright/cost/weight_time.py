@@ -191,10 +191,10 @@ def server_seconds(job: Job, layout: StateLayout, rank: int) -> float:
 
     Hosts speak Gloo: their messages take the network, also inside a node.
     """
-    numbers, spec, workers = held(job.arch, job.plan, rank), layout.optimizer, job.plan.replicate
-    sent = 2 * numbers * layout.accum_bytes * (workers - 1) / workers / achieved(job.cluster.network)
-    moved = numbers / job.plan.replicate * (HOST_BYTES + spec.moved_bytes(4))
-    travels = 2 * numbers * layout.accum_bytes / achieved(job.cluster.host)
+    elements, spec, workers = held(job.arch, job.plan, rank), layout.optimizer, job.plan.replicate
+    sent = 2 * elements * layout.accum_bytes * (workers - 1) / workers / achieved(job.cluster.network)
+    moved = elements / job.plan.replicate * (HOST_BYTES + spec.moved_bytes(4))
+    travels = 2 * elements * layout.accum_bytes / achieved(job.cluster.host)
     return travels + sent + moved / (job.cluster.host_bandwidth * HOST_REACH)
 
 
@@ -390,7 +390,7 @@ def _exposed_shard(every: WeightTraffic, job: Job, behind: OverlapWindow) -> flo
     )
 
 
-def offload_seconds(layout: StateLayout, numbers: float, cluster: Cluster) -> float:
+def offload_seconds(layout: StateLayout, elements: float, cluster: Cluster) -> float:
     """An update of so many weights whose states are elsewhere: its slowest part, as all parts run at once."""
     states, link, files = layout.offloaded, achieved(cluster.host), 0.0
     assert states is not None, "asked only of states that are elsewhere"
@@ -403,9 +403,9 @@ def offload_seconds(layout: StateLayout, numbers: float, cluster: Cluster) -> fl
         passes = spec.bf16_state_bytes if halves else HOST_BYTES + spec.moved_bytes(4)
         slowest = max(travels / link, passes / (cluster.host_bandwidth * HOST_REACH))
     if states.location == "disk":
-        far = max(1 - layout.resident_states / (numbers * states.bytes), 0.0)
+        far = max(1 - layout.resident_states / (elements * states.bytes), 0.0)
         files = 2 * states.bytes * far / cluster.disk_bandwidth  # read and written
-    return numbers * max(slowest, files)
+    return elements * max(slowest, files)
 
 
 def exposed_update(update: float, forward: float, layers: int) -> float:
@@ -413,7 +413,7 @@ def exposed_update(update: float, forward: float, layers: int) -> float:
     return max(update - forward * (1 - 1 / layers), update / layers)
 
 
-def travels(plan: Plan, layout: StateLayout, numbers: float, cluster: Cluster) -> HostTransfers:
+def travels(plan: Plan, layout: StateLayout, elements: float, cluster: Cluster) -> HostTransfers:
     """Of so many weights on a rank: every microbatch brings them twice, and takes their gradient away once.
 
     Sums over copies leave with the last microbatch only.
@@ -424,9 +424,9 @@ def travels(plan: Plan, layout: StateLayout, numbers: float, cluster: Cluster) -
     passes += STATE_ROUNDING_BYTES if layout.bf16_states else 0
     sums = plan.grad_accum if plan.copies == 1 else 1
     return HostTransfers(
-        arrive=numbers * layout.of("weights", "host") * 2 * plan.grad_accum / link,
-        leave=numbers * layout.of("gradients", "host") * sums / link,
-        update=numbers * passes / (cluster.host_bandwidth * HOST_REACH),
+        arrive=elements * layout.of("weights", "host") * 2 * plan.grad_accum / link,
+        leave=elements * layout.of("gradients", "host") * sums / link,
+        update=elements * passes / (cluster.host_bandwidth * HOST_REACH),
     )
 
 

@@ -196,21 +196,7 @@ def _run_rank(
             if not order.start:
                 restore(state, run, mesh, folder, screen.say)
             start.passed("restore")
-        kernels = fused_kernels.chosen(run.plan, mesh.device, state.chunks, state.optimizer.is_one_pass)
-        told = mesh if live is None else live.told
-        if told.rank == 0:
-            replace_json(folder / "env.json", environment(told, kernels))
-        how = (
-            *deterministic.described(run.plan, state.chunks),
-            *outer.described(run),
-            *onebit.described(run),
-            *parameter_server.described(run),
-            *communication.described(run.plan),
-        )
-        for line in (*how, f"kernels: {kernels}"):
-            screen.say(line)
-        trackers = run.log.writers if told.rank == 0 else ()
-        recorder = Recorder(run, told, folder, screen, [Writer(name, run, folder, screen.say) for name in trackers])
+        recorder = _recorder(run, state, mesh if live is None else live.told, folder, screen)
         recorder.mirror = mirror
         evaluator.begin(state, mesh, corpus, recorder)
         try:
@@ -231,6 +217,24 @@ def _run_rank(
             state.loader.close() if live is None else live.close()
             state.optimizer.close()
             screen.close()
+
+
+def _recorder(run: Run, state: State, mesh: Mesh, folder: Path, screen: PlainLines) -> Recorder:
+    """This rank's records, by its place among all ranks; how the run computes is said, and written down, before any."""
+    kernels = fused_kernels.chosen(run.plan, mesh.device, state.chunks, state.optimizer.is_one_pass)
+    if mesh.rank == 0:
+        replace_json(folder / "env.json", environment(mesh, kernels))
+    how = (
+        *deterministic.described(run.plan, state.chunks),
+        *outer.described(run),
+        *onebit.described(run),
+        *parameter_server.described(run),
+        *communication.described(run.plan),
+    )
+    for line in (*how, f"kernels: {kernels}"):
+        screen.say(line)
+    trackers = run.log.writers if mesh.rank == 0 else ()
+    return Recorder(run, mesh, folder, screen, [Writer(name, run, folder, screen.say) for name in trackers])
 
 
 def memory_of(order: RankSpec) -> tuple[Path | None, range | None]:

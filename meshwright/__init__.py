@@ -53,10 +53,10 @@ _Module = type(sys)
 class _CallableModule(_Module):
     """A package that can be called, as the function of `meshwright.api` that has its name."""
 
-    def __call__(self, *arguments: object, **options: object) -> object:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         from meshwright import api
 
-        return getattr(api, self.__name__.rpartition(".")[2])(*arguments, **options)
+        return getattr(api, self.__name__.rpartition(".")[2])(*args, **kwargs)
 
 
 class _Package(_Module):

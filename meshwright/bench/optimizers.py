@@ -16,7 +16,7 @@ from meshwright.bench.sweep import LONGEST
 from meshwright.config import load
 from meshwright.config.presets import run_file
 from meshwright.config.run import Run, digest
-from meshwright.runtime.failure import verdict_of
+from meshwright.runtime.failure import report_of
 from meshwright.runtime.ranks import Remote, run_ranks
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.params import count
@@ -171,8 +171,8 @@ class OptimizerBench:
             except InputError as error:
                 return OptimizerRow(name=name, error="; ".join(problem.text for problem in error.problems))
             except RuntimeError as error:
-                verdict = verdict_of(error)
-                return OptimizerRow(name=name, error=str(verdict) if verdict else str(error).strip().splitlines()[-1])
+                report = report_of(error)
+                return OptimizerRow(name=name, error=str(report) if report else str(error).strip().splitlines()[-1])
             found[factor] = learned
             shown = f"{learned.loss:.4f}" if math.isfinite(learned.loss) else "not finite"
             say(f"{name:<14} lr {rate:<8g} loss {shown}  {learned.step_seconds:.3f} s/step")

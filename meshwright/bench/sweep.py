@@ -17,7 +17,7 @@ from meshwright.cost.flops import causal_step_flops, hardware_flops, step_flops,
 from meshwright.cost.memory import worst
 from meshwright.cost.step_time import price
 from meshwright.hardware.profile import Profile, read_profile
-from meshwright.runtime.failure import Exit, verdict_of
+from meshwright.runtime.failure import Exit, report_of
 from meshwright.runtime.place import Place
 from meshwright.runtime.ranks import Remote, run_ranks
 from meshwright.search import budget
@@ -149,8 +149,8 @@ def sweep(planned: list[tuple[str, Run]], setup: SweepSetup, report: Callable[[R
 
 def _failed(name: str, error: RuntimeError) -> Row:
     """Why a plan could not be measured: its rank's failure report, or the last line of a traceback."""
-    if verdict := verdict_of(error):
-        return Row(name=name, measured=None, error=str(verdict), exit_code=verdict.code)
+    if report := report_of(error):
+        return Row(name=name, measured=None, error=str(report), exit_code=report.code)
     return Row(name=name, measured=None, error=str(error).strip().splitlines()[-1])
 
 

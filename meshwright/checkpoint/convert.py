@@ -198,33 +198,51 @@ def convert(
         write(stage, folder, rounded, shard_bytes)
         say(f"comparing the logits of {check_tokens} tokens")
         written = open_folder(stage, folder.arch.mtp_layers)
-        largest, allowed, judges = _compare(folder, written, rounded, check_tokens)
-        report = ConvertReport(
-            source=str(folder.path),
-            kind_from=folder.kind,
-            step=folder.step,
-            target=str(target),
-            kind_to=written.kind,
-            parameters=count(folder.arch),
-            dtype=str(written.dtype).removeprefix("torch."),
-            files=tuple(sorted(file.name for file in stage.iterdir())),
-            bytes=sum(file.stat().st_size for file in stage.iterdir()),
-            largest_difference=largest,
-            tolerance=allowed,
-            checked_with=judges,
-        )
-        if not report.agrees:
-            raise MismatchError(
-                f"the logits of {folder.path} and of what was written differ by {report.largest_difference:.3g}, and "
-                f"float32 rounding explains {report.tolerance:.3g} (checked with {report.checked_with}); "
-                f"nothing was left at {target}"
-            )
-    within = f"max difference {report.largest_difference:.3g}, tolerance {report.tolerance:.3g}"
-    say(f"logits match ({within}; {report.checked_with})")
+        compared = _compare(folder, written, rounded, check_tokens)
+        report = _report(folder, target, stage, written.kind, count(folder.arch), written.dtype, compared)
+    say(_matching(report))
     say(f"wrote {target}: {report.dtype}, {plural(len(report.files), 'file')}, {report.bytes / 1e6:.1f} MB")
     for name in report.files:
         say(f"  {name}")
     return report
+
+
+def _report(
+    folder: ModelFolder,
+    target: Path,
+    stage: Path,
+    kind: Kind | Literal["adapter"],
+    parameters: int,
+    dtype: torch.dtype,
+    compared: tuple[float, float, str],
+) -> ConvertReport:
+    """What was written, for whoever asked; it is refused if its logits are not those of the source."""
+    largest, allowed, judges = compared
+    report = ConvertReport(
+        source=str(folder.path),
+        kind_from=folder.kind,
+        step=folder.step,
+        target=str(target),
+        kind_to=kind,
+        parameters=parameters,
+        dtype=str(dtype).removeprefix("torch."),
+        files=tuple(sorted(file.name for file in stage.iterdir())),
+        bytes=sum(file.stat().st_size for file in stage.iterdir()),
+        largest_difference=largest,
+        tolerance=allowed,
+        checked_with=judges,
+    )
+    if not report.agrees:
+        raise MismatchError(
+            f"the logits of {folder.path} and of what was written differ by {largest:.3g}, and float32 rounding "
+            f"explains {allowed:.3g} (checked with {judges}); nothing was left at {target}"
+        )
+    return report
+
+
+def _matching(report: ConvertReport) -> str:
+    within = f"max difference {report.largest_difference:.3g}, tolerance {report.tolerance:.3g}"
+    return f"logits match ({within}; {report.checked_with})"
 
 
 def _say_merged(folder: AdaptedFolder, say: Say, check_tokens: int) -> None:
@@ -260,26 +278,11 @@ def _write_adapter(
         if judged and isinstance(base, ModelFolder) and base.kind == "huggingface" and not base.quantized:
             largest = _largest(reference, stock_logits(base.path, tokens, stage))
             judges = f"peft and meshwright in float32 on {tokens.shape[1]} tokens"
-        report = ConvertReport(
-            source=str(folder.path),
-            kind_from=folder.kind,
-            step=folder.step,
-            target=str(target),
-            kind_to="adapter",
-            parameters=sum(math.prod(shape) for shape in folder.shapes.values()),
-            dtype=str(rounded or folder.low_rank(next(iter(folder.layouts))).dtype).removeprefix("torch."),
-            files=tuple(sorted(file.name for file in stage.iterdir())),
-            bytes=sum(file.stat().st_size for file in stage.iterdir()),
-            largest_difference=largest,
-            tolerance=tolerance(folder.arch, reference),
-            checked_with=judges,
-        )
-        if not report.agrees:
-            raise MismatchError(
-                f"the logits of {folder.path} and of what peft reads differ by {report.largest_difference:.3g}, and "
-                f"float32 rounding explains {report.tolerance:.3g}; nothing was left at {target}"
-            )
-    say(f"logits match (max difference {largest:.3g}, tolerance {report.tolerance:.3g}; {judges})")
+        parameters = sum(math.prod(shape) for shape in folder.shapes.values())
+        dtype = rounded or folder.low_rank(next(iter(folder.layouts))).dtype
+        compared = largest, tolerance(folder.arch, reference), judges
+        report = _report(folder, target, stage, "adapter", parameters, dtype, compared)
+    say(_matching(report))
     size = f"{report.dtype}, {report.bytes / 1e6:.1f} MB"
     say(f"wrote {target}: an adapter for peft, {size}; --merge writes the whole model")
     return report

@@ -30,7 +30,7 @@ from meshwright.checkpoint.state import TORCH_DTYPES
 from meshwright.config.families import FAMILIES, Family
 from meshwright.config.huggingface import ARCH, CONFIG, INDEX, SINGLE, TOKENIZER, family, no_weights, shape_differences
 from meshwright.config.weights import ADAPTER, TEXT, AdapterNote, FolderDescription, Kind, describe, with_ahead
-from meshwright.kernels.coded import CodedPart, decode, encode
+from meshwright.kernels.quantized import FrozenPart, decode, encode
 from meshwright.models.init import initial
 from meshwright.runtime.files import held_folder, replace_file, replace_json, sweep_beside
 from meshwright.spec.arch import Arch
@@ -490,7 +490,7 @@ class AdaptedFolder(ModelFolder):
         weight, param = self.base.tensor(name), self.tuned.get(name)
         if param is None or param.held == "bf16":
             return weight
-        how = CodedPart(param.held, param.shape[-1] // BLOCK)
+        how = FrozenPart(param.held, param.shape[-1] // BLOCK)
         return decode(how, encode(param.held, weight), torch.float32).to(weight.dtype)
 
     @property

@@ -40,7 +40,7 @@ class PeftLayer:
     module: str  # as peft names the adapter's keys, which wrap one another where experts have several
     stored: StoredTensor
     stacked: bool  # of routed experts: of three dims
-    # Whether peft finds it as a parameter, as experts are, and not as a module. In a mixture linear layers with the
+    # Whether peft finds it as a parameter, as experts are, and not as a module. In an MoE model linear layers with the
     # names that experts once had are found so too: as modules peft would take them for experts.
     by_parameter: bool
 
@@ -77,12 +77,12 @@ def _bare(found: list[PeftLayer], folder: AdaptedFolder) -> str | None:
     return next((name for name in names if companion(name, MAGNITUDE) not in folder.layouts), None)
 
 
-def _layer(stored: StoredTensor, adapted: list[str], mixture: bool) -> PeftLayer | None:
+def _layer(stored: StoredTensor, adapted: list[str], moe: bool) -> PeftLayer | None:
     if not adapted:
         return None
     stacked = not adapted[0].endswith(".weight")
     module = stored.name.rpartition(".")[0] if stacked else stored.name.removesuffix(".weight")
-    return PeftLayer(module, stored, stacked, stacked or (mixture and module.endswith(ONCE_EXPERTS)))
+    return PeftLayer(module, stored, stacked, stacked or (moe and module.endswith(ONCE_EXPERTS)))
 
 
 def _nested(found: list[PeftLayer]) -> list[PeftLayer]:

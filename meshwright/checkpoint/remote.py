@@ -126,7 +126,7 @@ class Mirror:
         seen, began = -1, time.monotonic()
         while not self._is_idle():
             if is_stopped() and time.monotonic() - began > self.grace:
-                self._fail(self.step, f"the run was asked to end, and {self.grace:g} s were not enough")
+                self._fail(self.step, f"the run was stopped, and {self.grace:g} s were not enough")
                 self._record()
                 break
             # Whoever watches this rank sees it move, from one of these lines to the other, as long as bytes go out.

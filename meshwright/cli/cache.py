@@ -13,6 +13,7 @@ from meshwright.cli import env
 from meshwright.cli import options as words
 from meshwright.report.run_data import duration
 from meshwright.runtime.files import writing
+from meshwright.spec.units import GIB
 
 try:
     import fcntl
@@ -139,7 +140,7 @@ def _many(count: int) -> str:
 
 def _humane(size: int) -> str:
     """Bytes in the unit in which they are at least one."""
-    for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+    for scale, unit in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= scale:
             return f"{size / scale:.1f} {unit}"
     return f"{size} bytes"

@@ -93,7 +93,7 @@ def add_launch(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--volume", help="pods, skypilot: CLAIM:/PATH or BUCKET:/PATH that all share")
     verb.add_argument("--cloud", choices=("aws", "gcp"), help="terraform: whose machines")
     verb.add_argument(
-        "--node-rank", metavar="NUMBER", help="start the ranks of this machine now; auto: as pods are told"
+        "--node-rank", metavar="NUMBER", help="start the ranks of this machine now; auto: by the environment"
     )
     verb.add_argument("--nodes", type=words.count, help="with --node-rank: total machines")
     verb.add_argument("--master", default="", metavar="HOST:PORT", help="with --node-rank: where rank 0 listens")

@@ -77,7 +77,7 @@ def _answer(options: argparse.Namespace) -> int:
             print(msgspec.json.encode(answer).decode())
         return code
     except Exception as error:
-        failed = failure.verdict_of(error)
+        failed = failure.report_of(error)
         if failed is None and failure.is_full(error):
             failed = failure.of_full_disk(_full(options))
         if failed is None:

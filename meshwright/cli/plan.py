@@ -34,7 +34,7 @@ from meshwright.search.space import empty, problems
 from meshwright.spec.optimizers import description_of
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem
-from meshwright.spec.units import GIB, plural
+from meshwright.spec.units import GIB, gib, plural
 
 ASKED = {"cluster", "profile", "sequence", "document_tokens", "batch", "margin"}  # what the question is about
 OFFERED = {"tokens", "dollars", "write", "force", "chart", "page"}  # what can be done with a plan
@@ -336,7 +336,7 @@ def exact(options: argparse.Namespace) -> int:
     answer = SearchResult(found=(found,), counts=SearchCounts(legal=1, too_large={}, slower=0, priced=1))
     totals = bytes_by_axis(traffic(question.arch, plan, question.sequence, optimizer=question.optimizer))
     sent = {str(axis): size for axis, size in totals.items()}
-    by_axis = ", ".join(f"{axis} {tables.gib(size)} GiB" for axis, size in sent.items()) or "nothing"
+    by_axis = ", ".join(f"{axis} {gib(size)} GiB" for axis, size in sent.items()) or "nothing"
     record = answer_record(asked, question, answer) | {"traffic_bytes": sent}
     lines = [*answered(options, asked, answer, record), ""]
     lines += [*tables.plan_heading(asked, question), f"plan: {plan_words(plan)}", "", *tables.ledger(found), ""]

@@ -16,7 +16,7 @@ from meshwright.search.sizes import Duration, Layer
 from meshwright.spec.optimizers import DESCRIPTIONS
 from meshwright.spec.params import active, count
 from meshwright.spec.plan import AXES, FIELDS, Plan
-from meshwright.spec.units import GIB, plural
+from meshwright.spec.units import GIB, gib, plural
 
 UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 LINES = {  # the largest entry of a plan that does not fit, as the counts name it
@@ -42,7 +42,7 @@ SAID_BEFORE = {"zero", "cp_kind", "schedule", "stages", "microbatch", "grad_accu
 def plan_words(plan: Plan) -> str:
     """A plan without what is the same for all plans of a table."""
     used = [f"{name}={value}" for name in (*AXES, "ep") if (value := getattr(plan, name)) > 1]
-    if plan.shards > 1:
+    if plan.shards > 1 or plan.zero:  # on one shard, whether a gathered copy of the weights stays
         used.append(f"zero={plan.zero}")
     if plan.cp > 1:
         used.append(plan.cp_kind)
@@ -68,10 +68,6 @@ def found_words(found: Candidate, asked: Question) -> str:
     """A plan, and which of the numerics are not as they were asked."""
     other = [f"{name}={value}" for name, value in chosen(found).items() if value != getattr(asked, name)]
     return " ".join([plan_words(found.plan), *other])
-
-
-def gib(size: float) -> str:
-    return f"{size / GIB:.1f}"
 
 
 def number(value: float) -> str:
@@ -110,10 +106,10 @@ def as_record(found: Candidate, why: str) -> dict[str, object]:
         "allocated_bytes": ledger.allocated,
         "reserved_bytes": ledger.reserved,
         "ledger": msgspec.to_builtins(ledger.lines),
-        "host_bytes": ledger.away.host_bytes,
-        "disk_bytes": ledger.away.disk_bytes,
-        "host": msgspec.to_builtins(ledger.away.host),
-        "disk": msgspec.to_builtins(ledger.away.disk),
+        "host_bytes": ledger.offloaded.host_bytes,
+        "disk_bytes": ledger.offloaded.disk_bytes,
+        "host": msgspec.to_builtins(ledger.offloaded.host),
+        "disk": msgspec.to_builtins(ledger.offloaded.disk),
         "master_weights": found.job.master_weights,
         "state_dtype": found.job.state_dtype,
         "optimizer": DESCRIPTIONS[found.job.optimizer].name,
@@ -274,7 +270,7 @@ def neighbours(base: Candidate, others: Iterable[NeighbourPrice]) -> Iterator[st
 
 
 def ledger(found: Candidate) -> Iterator[str]:
-    """Every entry of the most loaded rank's memory, and the verdict."""
+    """Every entry of the most loaded rank's memory, and whether it fits."""
     memory = found.job.cluster.gpu.memory_bytes
     role = "" if found.ledger.role == "only" else f" ({found.ledger.role} pipeline rank)"
     yield f"memory of the most loaded rank{role}, at {found.ledger.moment}:"
@@ -283,16 +279,19 @@ def ledger(found: Candidate) -> Iterator[str]:
     kinds = (("allocated", allocated), ("reserved", reserved), ("nvidia-smi", driver))
     yield "  " + ", ".join(f"{name} {gib(size)}" for name, size in kinds) + f" of {gib(memory)} GiB"
     yield from _offloaded(found)
-    verdict = {True: "yes", False: "no", None: "on the GPU, host memory not known"}[found.fits]
+    fits = {True: "yes", False: "no", None: "on the GPU, host memory not known"}[found.fits]
     amount = "headroom" if found.fit.headroom_bytes >= 0 else "short"
     doubt = " (within the error of the prediction)" if found.is_tight else ""
-    yield f"fits: {verdict}, {gib(abs(found.fit.headroom_bytes))} GiB {amount}{doubt}"
+    yield f"fits: {fits}, {gib(abs(found.fit.headroom_bytes))} GiB {amount}{doubt}"
 
 
 def _offloaded(found: Candidate) -> Iterator[str]:
     """What is offloaded, beside a GPU's share of its node."""
-    cluster, away = found.job.cluster, found.ledger.away
-    for place, lines, room in (("host", away.host, cluster.host_bytes), ("disk", away.disk, cluster.disk_bytes)):
+    cluster, offloaded = found.job.cluster, found.ledger.offloaded
+    for place, lines, room in (
+        ("host", offloaded.host, cluster.host_bytes),
+        ("disk", offloaded.disk, cluster.disk_bytes),
+    ):
         if lines:
             have = f"{gib(room)} there" if room else f"yours is unknown: set {place}_gib"
             yield f"needs {gib(sum(line.bytes for line in lines))} GiB of {PLACES[place]} per GPU ({have}):"

@@ -25,7 +25,7 @@ from meshwright.search.best_first import search
 from meshwright.search.question import Question
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError, Problem, mistake
-from meshwright.spec.units import GIB, plural
+from meshwright.spec.units import gib, plural
 
 
 class ShortageError(InputError):
@@ -121,7 +121,7 @@ def require_cards(run: Run, machines: Cluster) -> None:
     question = budget.question_of(run, machines)
     found, room = fits(question.job(run.plan)).ledger, machines.gpu.memory_bytes
     if found.allocated * found.low > room:
-        needs = f"{found.allocated / GIB:.1f} GiB, and {machines.gpu.name} has {room / GIB:.1f}"
+        needs = f"{gib(found.allocated)} GiB, and {machines.gpu.name} has {gib(room)}"
         raise _shortage(run, needs, question)
 
 
@@ -133,11 +133,11 @@ def _require_devices(run: Run, device: str, free: int | None) -> None:
     machines = msgspec.structs.replace(cluster_of_device(device, world), host_bytes=(free or 0) / world)
     question = budget.question_of(run, machines)
     found = fits(question.job(run.plan)).ledger
-    room, away = machines.gpu.memory_bytes, found.away.host_bytes * world
+    room, offloaded = machines.gpu.memory_bytes, found.offloaded.host_bytes * world
     if found.allocated * found.low > room:
-        raise _shortage(run, f"{found.allocated / GIB:.1f} GiB, and {device} has {room / GIB:.1f}", question)
-    if free is not None and away > free:
-        raise _shortage(run, f"{away / GIB:.1f} GiB of host RAM, and {free / GIB:.1f} are free", question)
+        raise _shortage(run, f"{gib(found.allocated)} GiB, and {device} has {gib(room)}", question)
+    if free is not None and offloaded > free:
+        raise _shortage(run, f"{gib(offloaded)} GiB of host RAM, and {gib(free)} are free", question)
 
 
 def _require_host(run: Run, free: int) -> None:
@@ -151,11 +151,9 @@ def _require_host(run: Run, free: int) -> None:
     question = budget.question_of(run, machines)
     question = msgspec.structs.replace(question, stack=msgspec.structs.replace(stack, holds=tensors))
     stages = [ledger(question.job(run.plan), {"pp": rank}) for rank in range(pp)]
-    needed = sum(stage.allocated + stage.away.host_bytes for stage in stages) * world // pp
+    needed = sum(stage.allocated + stage.offloaded.host_bytes for stage in stages) * world // pp
     if needed * stages[0].low > free:
-        raise _shortage(
-            run, f"{needed / GIB:.1f} GiB for {plural(world, 'rank')}, and {free / GIB:.1f} are free here", question
-        )
+        raise _shortage(run, f"{gib(needed)} GiB for {plural(world, 'rank')}, and {gib(free)} are free here", question)
 
 
 def _shortage(run: Run, needs: str, question: Question) -> ShortageError:

@@ -10,7 +10,7 @@ from meshwright.cli import options as words
 from meshwright.cli import plan_tables as tables
 from meshwright.cli.options import show
 from meshwright.cli.plan import TOP, answer_record, nothing_fits, searched
-from meshwright.cli.plan_tables import as_record, found_words, gib, short
+from meshwright.cli.plan_tables import as_record, found_words, short
 from meshwright.cli.query import PlanQuery, default_precision, put
 from meshwright.config import check, presets
 from meshwright.hardware.cluster import cluster
@@ -19,8 +19,10 @@ from meshwright.search import explain, sizes
 from meshwright.search.best_first import Candidate, priced
 from meshwright.search.question import Question
 from meshwright.search.sizes import SHORTEST, Largest, largest_microbatch, largest_model, largest_sequence, layers
-from meshwright.search.space import NARROW, ON_DEVICE, problems, refuse_empty
+from meshwright.search.space import ON_DEVICE, problems, refuse_empty
+from meshwright.spec.plan import LOW_PRECISIONS
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.units import gib
 
 CHANGEABLE = ("network", "cluster", "sequence", "batch")
 SOUGHT = {"model": "arch", "microbatch": "batch", "sequence": "sequence"}  # what of the question is not asked for
@@ -110,7 +112,7 @@ def _same(base: Candidate, question: Question, changed: Question) -> Candidate |
     if rest or plan.world != changed.cluster.gpus:
         return None
     precision = plan.precision if changed.precision == question.precision else changed.precision
-    bf16_params = plan.bf16_params and precision in NARROW
+    bf16_params = plan.bf16_params and precision in LOW_PRECISIONS
     plan = msgspec.structs.replace(plan, grad_accum=grad_accum, precision=precision, bf16_params=bf16_params)
     kinds = {"precision": precision, "master_weights": job.master_weights, "state_dtype": job.state_dtype}
     asked = msgspec.structs.replace(changed, batch=batch, optimizer=job.optimizer, **kinds)
@@ -143,7 +145,7 @@ def gpus_needed(options: argparse.Namespace) -> int:
     gpus, answer = needed
     question = sizes.with_gpus(asked.question, gpus)
     on_device: int | None = gpus
-    if answer.found[0].ledger.away.host:
+    if answer.found[0].ledger.offloaded.host:
         alone = sizes.gpus_needed(asked.question.with_fixed(ON_DEVICE), 1)
         on_device = alone and alone[0]
     more = None if on_device == gpus else on_device

@@ -327,7 +327,7 @@ class Rope(NamedTuple):
     """Rotary fields from rope_theta and rope_scaling (transformers 4) or rope_parameters (5)."""
 
     theta: str = "rope_theta"
-    share: str = ""  # the key of the share that is turned; elsewhere transformers turns all, whatever is stated
+    share: str = ""  # the key of the share that RoPE rotates; elsewhere transformers rotates all, whatever is stated
     local: str = ""  # the key of the base for layers with a window, which are not scaled
     kinds: tuple[str, ...] = ("linear", "llama3", "yarn")
     older: tuple[tuple[str, str], ...] = ()  # other names of kinds, and the ones that they have now

@@ -154,7 +154,7 @@ class Log(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     every: int = 10  # steps between printed lines
     writers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
-    noise_scale: bool = False  # the gradient noise scale is measured, and the batch that it suggests told at the end
+    noise_scale: bool = False  # measure the gradient noise scale; the end of the run says which batch it suggests
 
 
 class Checkpoint(

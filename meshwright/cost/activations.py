@@ -22,25 +22,21 @@ import msgspec
 from meshwright.cost.job import Job
 from meshwright.hardware.stacks import StackMemory
 from meshwright.spec.arch import Arch
-from meshwright.spec.params import Param, Split, kv_part, params
-from meshwright.spec.plan import Plan, by_operation, runs
+from meshwright.spec.params import Param, Split, kv_part, layer_params
+from meshwright.spec.plan import LOW_PRECISIONS, Plan, by_operation, logit_rows, runs
 from meshwright.spec.tuning import DOWN, UP, is_adapter
 
 ITEM_BYTES = {"fp8": 2, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 INDEX_BYTES, MASK_BYTES = 8, 1
 OURS = "meshwright"  # the stack whose kernels are those of kernels/
-CHUNK_BYTES = 2**31  # of logits in one chunk of the loss, as in kernels/cross_entropy.py
-CHUNK_ROWS = 1024  # its rows are a multiple of this
-FROZEN_SHARE = 4  # such chunks in the place of one where the projection is frozen
 CLAMPED_COPIES = 7.0  # of gpt-oss's: gate and up, both clamped, a sigmoid, and two products
 FUSED_COPIES = 3.0  # of a gated layer: gate, up and their product
-NARROW_PRECISIONS = ("bf16", "fp16", "fp8")
-NARROWEST_HEAD = 16  # for which there is attention by blocks
+SMALLEST_HEAD = 16  # for which there is attention by blocks
 ATTENTION_PRODUCTS = 3  # that read the same input: queries, keys and values
 # Quantized activations, as in parallel/activation_offload.py.
 CODE = 33 / 32  # bytes of an element: its code, and its share of a scale of four bytes for 128 of them
 SMALL = 64 * 1024  # bytes below which a tensor is left as it is
-STATISTIC = 1 / 16  # of a block's input: what has no more elements is kept exact
+STATISTIC = 1 / 16  # of a block's input: what has no more elements is saved exact
 
 
 Quant = Literal["none", "fp8", "int8"]
@@ -92,8 +88,8 @@ class MicrobatchShape(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True
     sequence: int  # keys that a query may meet
     vocab: int  # padded as the stack does
     tp: int
-    narrow: int  # bytes of an activation's element
-    wide: int  # bytes where low precision would spoil it
+    compute_bytes: int  # of an element of activations
+    accum_bytes: int  # of one where low precision would spoil it
     attention: Literal["flash", "math"]
     mask: int  # elements of the mask that keeps documents apart, saved by every layer
     chunk: int  # rows whose logits exist at a time; 0: all of them
@@ -114,15 +110,15 @@ class MicrobatchShape(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True
         return self.holds.dropout and self.arch.norm == "layer"
 
     @property
-    def stream(self) -> int:
+    def hidden_states(self) -> int:
         """Bytes of the hidden states between two blocks."""
-        return self.split * self.arch.hidden * self.narrow
+        return self.split * self.arch.hidden * self.compute_bytes
 
     @property
     def entering(self) -> float:
         """Bytes of what a matrix is multiplied with: whole on every rank of tp, or its part if gathered again."""
         share = self.holds.gathered_kept
-        return (share * self.whole + (1 - share) * self.split) * self.arch.hidden * self.narrow
+        return (share * self.whole + (1 - share) * self.split) * self.arch.hidden * self.compute_bytes
 
     @property
     def qkv(self) -> float:
@@ -201,8 +197,8 @@ def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
     """One microbatch of a job's rank."""
     plan, stack, policy, holds = job.plan, job.stack, activation_policy(job), job.stack.holds
     whole = plan.microbatch * job.sequence // plan.cp
-    narrow = ITEM_BYTES[plan.precision]
-    wide = max(narrow, 4)
+    compute_bytes = ITEM_BYTES[plan.precision]
+    accum_bytes = max(compute_bytes, 4)
     our_gates = holds.chunked_loss and plan.kernels != "plain" and plan.tp == 1 and plan.precision != "fp64"
     if policy.compiled or our_gates:  # the gate's activation is recomputed from the gate
         holds = msgspec.structs.replace(holds, gated_copies=min(holds.gated_copies, FUSED_COPIES))
@@ -215,8 +211,8 @@ def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
         sequence=job.sequence,
         vocab=padded_vocab(job),
         tp=plan.tp,
-        narrow=narrow,
-        wide=wide,
+        compute_bytes=compute_bytes,
+        accum_bytes=accum_bytes,
         attention="flash" if policy.recomputes_attention else stack.attention,
         mask=plan.microbatch * job.sequence**2 if job.masked and _has_dense_mask(job) else 0,
         chunk=min(chunk_rows(job.arch, plan), whole) if has_chunks(job.arch, plan) and holds.chunked_loss else 0,
@@ -236,7 +232,7 @@ def microbatch_shape(job: Job, fused_norm: bool = True) -> MicrobatchShape:
         else 0,
         gates_inside=stack.name == OURS
         and policy.compiled
-        and narrow < wide
+        and compute_bytes < accum_bytes
         and plan.tp == 1
         and plan.ep == 1
         and plan.kernels != "plain"
@@ -256,8 +252,8 @@ def _has_dense_mask(job: Job) -> bool:
     On a GPU kernels of ours need none, in the precisions and for the heads of kernels/attention.py.
     """
     plan = job.plan
-    by_blocks = job.stack.name == OURS and plan.kernels != "plain" and plan.precision in NARROW_PRECISIONS
-    return plan.attends_whole and not (by_blocks and job.arch.head_dim >= NARROWEST_HEAD)
+    by_blocks = job.stack.name == OURS and plan.kernels != "plain" and plan.precision in LOW_PRECISIONS
+    return plan.attends_whole and not (by_blocks and job.arch.head_dim >= SMALLEST_HEAD)
 
 
 def _leaves(plan: Plan, holds: StackMemory) -> bool:
@@ -276,9 +272,7 @@ def has_chunks(arch: Arch, plan: Plan) -> bool:
 
 def chunk_rows(arch: Arch, plan: Plan) -> int:
     """Rows of a chunk: the largest part of the vocabulary decides, so that all ranks of tp have as many."""
-    row = math.ceil(arch.vocab / plan.tp) * ITEM_BYTES[plan.precision]
-    most = CHUNK_BYTES if projects(arch) else CHUNK_BYTES // FROZEN_SHARE
-    return max(most // row // CHUNK_ROWS, 1) * CHUNK_ROWS
+    return logit_rows(math.ceil(arch.vocab / plan.tp), ITEM_BYTES[plan.precision], is_frozen=not projects(arch))
 
 
 def projects(arch: Arch) -> bool:
@@ -312,31 +306,31 @@ def reached(recomputed: tuple[range, ...], still: int) -> tuple[range, ...]:
 
 @lru_cache(maxsize=4096)
 def saved_activations(
-    work: MicrobatchShape, mixtures: tuple[bool, ...], last: bool, policy: str, still: int = 0
+    work: MicrobatchShape, is_moe: tuple[bool, ...], last: bool, policy: str, still: int = 0
 ) -> SavedActivations:
-    """What a part of the model saves; `mixtures` says for each of its layers whether it is an MoE layer.
+    """What a part of the model saves; `is_moe` says for each of its layers whether it is an MoE layer.
 
     Its first `still` layers, which no backward reaches, save nothing.
     """
-    kinds = set(mixtures)
-    whole = {mixture: block_kept(work, mixture) for mixture in kinds}
-    each = {mixture: as_kept(work, mixture, size) for mixture, size in whole.items()}
-    blocks = [each[mixture] if layer >= still else 0.0 for layer, mixture in enumerate(mixtures)]
+    kinds = set(is_moe)
+    whole = {moe: block_saved(work, moe) for moe in kinds}
+    each = {moe: as_saved(work, moe, size) for moe, size in whole.items()}
+    blocks = [each[moe] if layer >= still else 0.0 for layer, moe in enumerate(is_moe)]
     looks_ahead = last and work.arch.mtp_layers > 0
     recomputed = reached(runs(policy, len(blocks), looks_ahead), still)
-    inside = [sum(whole[mixtures[layer]] for layer in run if layer >= still) for run in recomputed]
-    selected = {mixture: _selected(work, mixture) for mixture in kinds} if by_operation(policy) else {}
+    inside = [sum(whole[is_moe[layer]] for layer in run if layer >= still) for run in recomputed]
+    selected = {moe: _selected(work, moe) for moe in kinds} if by_operation(policy) else {}
     remaining = [
-        sum(selected[mixtures[layer]] for layer in run if layer >= still) if selected else _input_kept(work)
+        sum(selected[is_moe[layer]] for layer in run if layer >= still) if selected else _input_saved(work)
         for run in recomputed
     ]
     alone = sum(blocks) - sum(blocks[layer] for run in recomputed for layer in run)
     tables = 2 if work.arch.rope_local_theta else 1  # once for all layers, of each base
-    rope = work.whole * work.arch.rotated * tables * work.wide if work.arch.positions == "rope" else 0.0
+    rope = work.whole * work.arch.rotated * tables * work.accum_bytes if work.arch.positions == "rope" else 0.0
     logits, loss = _loss(work) if last else (0.0, 0.0)
-    ahead = _ahead_kept(work, mixtures, policy) if looks_ahead else 0.0
+    ahead = _ahead_saved(work, is_moe, policy) if looks_ahead else 0.0
     everything = SavedActivations(
-        activations=alone + sum(remaining) + rope + ahead + (_end_kept(work) if last else 0.0),
+        activations=alone + sum(remaining) + rope + ahead + (_end_saved(work) if last else 0.0),
         first_run=(remaining[0] if remaining else blocks[still] if still < len(blocks) else 0.0) + rope,
         first_blocks=len(recomputed[0]) if recomputed else 1,
         # Less than nothing where matmuls of adapters return more than a plain forward saves.
@@ -362,56 +356,55 @@ def saved_activations(
 def moved_bytes(work: MicrobatchShape, size: float, recomputed: bool) -> float:
     """Of a block that saves so much, what goes to the host: statistics of norms and attention stay if small."""
     if recomputed:
-        return _input_kept(work)
+        return _input_saved(work)
     each = _norm_statistics(work) / (2 if work.arch.norm == "layer" else 1)
     norms = 2 * _norm_statistics(work) if each < SMALL else 0.0
-    exponents = _exponents(work) * work.wide
+    exponents = _exponents(work) * work.accum_bytes
     return size - (norms + (exponents if exponents < SMALL else 0.0))
 
 
-def block_kept(work: MicrobatchShape, mixture: bool) -> float:
+def block_saved(work: MicrobatchShape, moe: bool) -> float:
     """What one block saves, before it is quantized."""
-    feed_forward = _mixture_kept(work) if mixture else _dense_kept(work)
-    return _attention_kept(work) + feed_forward + _adapters_kept(work, mixture)
+    feed_forward = _moe_saved(work) if moe else _dense_saved(work)
+    return _attention_saved(work) + feed_forward + _adapters_saved(work, moe)
 
 
-def _adapters_kept(work: MicrobatchShape, mixture: bool) -> float:
+def _adapters_saved(work: MicrobatchShape, moe: bool) -> float:
     """What the down-projections of a block's adapters return; of DoRA also what magnitudes multiply, and the norms."""
-    kept, rank = 0.0, work.arch.adapter.rank
-    for param, rows in _adapters(work, mixture):
+    saved, rank = 0.0, work.arch.adapter.rank
+    for param, rows in _adapters(work, moe):
         if param.name.endswith(DOWN):
-            kept += rows * rank * work.narrow
+            saved += rows * rank * work.compute_bytes
         elif param.init == "norms":
             width, outputs = _cut_outputs(work, param, param.shape[-1])
             copies = 2 if param.expert else 1  # of experts also the magnitude of each row's own
-            kept += copies * rows * width * work.narrow + outputs * (work.narrow + work.wide)
-    return kept
+            saved += copies * rows * width * work.compute_bytes + outputs * (work.compute_bytes + work.accum_bytes)
+    return saved
 
 
-def _adapters_selected(work: MicrobatchShape, mixture: bool) -> float:
+def _adapters_selected(work: MicrobatchShape, moe: bool) -> float:
     """What all matmuls of a block's adapters return: with A and with B, and of DoRA those that norms are made of."""
-    kept, rank = 0.0, work.arch.adapter.rank
-    for param, rows in _adapters(work, mixture):
+    saved, rank = 0.0, work.arch.adapter.rank
+    for param, rows in _adapters(work, moe):
         if param.name.endswith(DOWN):
-            kept += rows * rank * work.narrow
+            saved += rows * rank * work.compute_bytes
         elif param.name.endswith(UP):
             width, outputs = _cut_outputs(work, param, param.shape[-2])
-            kept += rows * width * work.narrow
+            saved += rows * width * work.compute_bytes
             if work.arch.adapter.kind == "dora":  # W Aᵀ; and A Aᵀ, with B before it
                 squares = param.numel // (param.shape[-2] * rank) * rank**2
-                kept += outputs * (work.narrow + work.wide) + squares * work.wide
+                saved += outputs * (work.compute_bytes + work.accum_bytes) + squares * work.accum_bytes
             if work.arch.adapter.drops_rows:  # W times what dropout leaves
-                kept += rows * width * work.narrow
-    return kept
+                saved += rows * width * work.compute_bytes
+    return saved
 
 
-def _adapters(work: MicrobatchShape, mixture: bool) -> Iterator[tuple[Param, int]]:
+def _adapters(work: MicrobatchShape, moe: bool) -> Iterator[tuple[Param, int]]:
     """The adapters' weights of a block, and the rows that each multiplies."""
     if work.arch.adapter.kind == "none":
         return
-    layer = next((layer for layer in range(work.arch.layers) if work.arch.is_moe(layer) == mixture), 0)
-    for param in params(work.arch):
-        if param.layer == layer and is_adapter(param.name):
+    for param in layer_params(work.arch, moe):
+        if is_adapter(param.name):
             yield param, work.expert_rows if param.expert else work.whole
 
 
@@ -421,38 +414,39 @@ def _cut_outputs(work: MicrobatchShape, param: Param, width: int) -> tuple[int, 
     return mine, param.numel // width * mine
 
 
-def as_kept(work: MicrobatchShape, mixture: bool, whole: float) -> float:
+def as_saved(work: MicrobatchShape, moe: bool, whole: float) -> float:
     """Of a block that would save so much, what it saves: quantized elements, and statistics as they are."""
     if not work.quantized:
         return whole
-    elements, size = _quantizable(work, mixture)
+    elements, size = _quantizable(work, moe)
     return whole - size + elements * CODE
 
 
-def _input_kept(work: MicrobatchShape) -> float:
+def _input_saved(work: MicrobatchShape) -> float:
     """A block's input, which is all that a recomputed one saves."""
-    return work.stream / work.narrow * CODE if work.quantized else work.stream
+    return work.hidden_states / work.compute_bytes * CODE if work.quantized else work.hidden_states
 
 
-def _attention_kept(work: MicrobatchShape) -> float:
+def _attention_saved(work: MicrobatchShape) -> float:
     """The norm's input, the projections' input, queries, keys and values, and what attention returns."""
     arch = work.arch
-    projected = work.whole * work.qkv * work.narrow + _inner_norms(work)
-    out = work.whole * work.out * work.narrow
+    projected = work.whole * work.qkv * work.compute_bytes + _inner_norms(work)
+    out = work.whole * work.out * work.compute_bytes
     masks = work.split * arch.hidden * MASK_BYTES if work.drops else 0
     more = work.holds.more_hidden * work.whole * arch.hidden / work.tp
     results = projected + out * (1 + work.out_copies) + _scores(work)
     entering = _matmul_input(work, ATTENTION_PRODUCTS)
     # Norms beyond two a block, or the one that parallel sub-layers share.
     other = (work.norms - 2) * _norm_input(work) + (_block_norms(arch) - 2) * _norm_statistics(work)
-    return _norm_kept(work) + other + entering + results + work.mask * work.narrow + masks + more + _offsets(work)
+    mask = work.mask * work.compute_bytes
+    return _norm_saved(work) + other + entering + results + mask + masks + more + _offsets(work)
 
 
 def _offsets(work: MicrobatchShape) -> float:
     """One more than the weights of a block's norms, where these are stored as what is above one."""
     arch = work.arch
     inside = 2 * arch.head_dim if arch.qk_norm == "head" else 0
-    return (_block_norms(arch) * arch.hidden + inside) * work.narrow if arch.norm_offset else 0.0
+    return (_block_norms(arch) * arch.hidden + inside) * work.compute_bytes if arch.norm_offset else 0.0
 
 
 def _block_norms(arch: Arch) -> int:
@@ -465,97 +459,100 @@ def _inner_norms(work: MicrobatchShape) -> float:
     arch = work.arch
     if arch.is_latent:
         widths = [arch.kv_rank, *([arch.q_rank] if arch.q_rank else [])]
-        normed = sum(_rms_kept(work, work.whole * width, work.whole, work.narrow) for width in widths)
+        normed = sum(_rms_saved(work, work.whole * width, work.whole, work.compute_bytes) for width in widths)
         # The whole of what a split returns is saved with its part: rotated keys beside latents, keys beside values.
-        if work.fused_norm or work.narrow == work.wide:
-            normed += work.whole * arch.rope_dim * work.narrow
+        if work.fused_norm or work.compute_bytes == work.accum_bytes:
+            normed += work.whole * arch.rope_dim * work.compute_bytes
         values = arch.heads * (arch.head_dim - arch.rope_dim) / work.tp
-        return normed + work.whole * (sum(widths) + values) * work.narrow
+        return normed + work.whole * (sum(widths) + values) * work.compute_bytes
     if arch.qk_norm == "none":
         return 0.0
     queries, keys = work.whole * arch.q_width / work.tp, work.whole * kv_part(arch, work.tp) / 2
     heads = 2 * work.whole if arch.qk_norm == "full" else (queries + keys) / arch.head_dim
     if arch.qk_norm == "layer":  # its input and two numbers of each head, and what its weight multiplies
-        statistics = 2 * heads * (work.wide if work.fused_norm else work.narrow)
-        return 2 * (queries + keys) * work.narrow + statistics
-    return _rms_kept(work, queries + keys, heads, work.narrow)
+        statistics = 2 * heads * (work.accum_bytes if work.fused_norm else work.compute_bytes)
+        return 2 * (queries + keys) * work.compute_bytes + statistics
+    return _rms_saved(work, queries + keys, heads, work.compute_bytes)
 
 
-def _rms_kept(work: MicrobatchShape, elements: float, rows: float, narrow: int) -> float:
-    """What an RMSNorm of so many elements saves: its input, or made of several operations that wide and scaled."""
-    return (elements * narrow if work.fused_norm else 2 * elements * work.wide) + rows * work.wide
+def _rms_saved(work: MicrobatchShape, elements: float, rows: float, compute_bytes: int) -> float:
+    """What an RMSNorm of so many elements saves: its input, or made of several operations also in fp32 and scaled."""
+    return (elements * compute_bytes if work.fused_norm else 2 * elements * work.accum_bytes) + rows * work.accum_bytes
 
 
-def _dense_kept(work: MicrobatchShape) -> float:
+def _dense_saved(work: MicrobatchShape) -> float:
     """The norm's input, the first matmuls' input, and tensors as wide as the feed-forward layer."""
     masks = work.split * work.arch.hidden * MASK_BYTES if work.drops else 0
-    one = work.whole * work.arch.ffn / work.tp * work.narrow
-    inner = (work.copies - 1) * one + (one / work.narrow if work.fp8_inputs else one)
+    one = work.whole * work.arch.ffn / work.tp * work.compute_bytes
+    inner = (work.copies - 1) * one + (one / work.compute_bytes if work.fp8_inputs else one)
     shared = work.arch.parallel_residual == "one_norm" and work.tp == 1  # attention reads the same; tp gathers anew
-    return _norm_kept(work) + (0 if shared else _matmul_input(work, work.first_matmuls)) + inner + masks
+    return _norm_saved(work) + (0 if shared else _matmul_input(work, work.first_matmuls)) + inner + masks
 
 
-def _mixture_kept(work: MicrobatchShape) -> float:
+def _moe_saved(work: MicrobatchShape) -> float:
     """The norm, the router's numbers, a row for every choice with its expert's work, and shared experts."""
     arch, tokens, rows = work.arch, work.whole, work.expert_rows
-    # The router: a wide copy of the input where arithmetic is narrow, probabilities, their order, and the choices.
-    scores = tokens * arch.experts * (3 * work.wide + INDEX_BYTES)
+    # The router: an fp32 copy of the input in low precision, probabilities, their order, and the choices.
+    scores = tokens * arch.experts * (3 * work.accum_bytes + INDEX_BYTES)
     choices = arch.experts if arch.router == "expert_choice" else arch.top_k
-    chosen = tokens * choices * (MASK_BYTES + INDEX_BYTES) + 2 * tokens * work.wide
-    balance = tokens / work.sequence * arch.experts * work.wide  # of every sequence
-    copied = arch.experts * arch.hidden * work.wide if work.narrow < work.wide else 0
-    router = tokens * arch.hidden * work.wide + copied + scores + chosen + balance
-    inside = work.copies * rows * arch.expert_ffn / work.tp * work.narrow
+    chosen = tokens * choices * (MASK_BYTES + INDEX_BYTES) + 2 * tokens * work.accum_bytes
+    balance = tokens / work.sequence * arch.experts * work.accum_bytes  # of every sequence
+    copied = arch.experts * arch.hidden * work.accum_bytes if work.compute_bytes < work.accum_bytes else 0
+    router = tokens * arch.hidden * work.accum_bytes + copied + scores + chosen + balance
+    inside = work.copies * rows * arch.expert_ffn / work.tp * work.compute_bytes
     ends = 1 if work.gates_inside else 2  # the rows that enter, and those that leave
-    routed = ends * rows * arch.hidden * work.narrow + inside + rows * (2 * INDEX_BYTES + work.wide)
+    routed = ends * rows * arch.hidden * work.compute_bytes + inside + rows * (2 * INDEX_BYTES + work.accum_bytes)
     shared = 0.0
     if arch.shared_experts:  # one dense layer on the same input, which in fp32 is the very one that the router saves
-        entering = tokens * arch.hidden * work.narrow if work.narrow < work.wide else 0
-        shared = entering + work.copies * tokens * (arch.shared_experts * arch.expert_ffn) / work.tp * work.narrow
-    return _norm_kept(work) + router + routed + shared
+        entering = tokens * arch.hidden * work.compute_bytes if work.compute_bytes < work.accum_bytes else 0
+        width = arch.shared_experts * arch.expert_ffn
+        shared = entering + work.copies * tokens * width / work.tp * work.compute_bytes
+    return _norm_saved(work) + router + routed + shared
 
 
-def _selected(work: MicrobatchShape, mixture: bool) -> float:
+def _selected(work: MicrobatchShape, moe: bool) -> float:
     """Of a block that is recomputed by operation: its input, and what matmuls, attention and collectives return.
 
     Of one that is recomputed as a whole only its input is saved, and of a run of them that of the first.
     """
     arch, gated = work.arch, work.first_matmuls
-    projected = work.whole * (work.qkv + work.out) * work.narrow + _inner_norms(work)  # and attention's result
-    gathered = 2 * work.whole * arch.hidden * work.narrow + 2 * work.stream if work.tp > 1 else 0.0
-    if mixture:
+    projected = work.whole * (work.qkv + work.out) * work.compute_bytes + _inner_norms(work)  # and attention's result
+    gathered = 2 * work.whole * arch.hidden * work.compute_bytes + 2 * work.hidden_states if work.tp > 1 else 0.0
+    if moe:
         rows = work.expert_rows * (gated * arch.expert_ffn / work.tp + (0 if work.gates_inside else arch.hidden))
         width = arch.shared_experts * arch.expert_ffn
         shared = work.whole * (gated * width / work.tp + arch.hidden) if width else 0
-        inner = work.whole * arch.experts * work.wide + (rows + shared) * work.narrow
+        inner = work.whole * arch.experts * work.accum_bytes + (rows + shared) * work.compute_bytes
     else:
         # No gradient needs what the last matmul returns. The compiler knows that; torch's own policy saves it.
         last = 0 if work.compiled else arch.hidden
-        inner = work.whole * (gated * arch.ffn / work.tp + last) * work.narrow
-    inner += _adapters_selected(work, mixture)
-    return work.stream + projected + _scores(work) + work.whole * arch.hidden * work.narrow + inner + gathered
+        inner = work.whole * (gated * arch.ffn / work.tp + last) * work.compute_bytes
+    inner += _adapters_selected(work, moe)
+    returned = work.whole * arch.hidden * work.compute_bytes
+    return work.hidden_states + projected + _scores(work) + returned + inner + gathered
 
 
-def _quantizable(work: MicrobatchShape, mixture: bool) -> tuple[float, float]:
+def _quantizable(work: MicrobatchShape, moe: bool) -> tuple[float, float]:
     """Elements of a block that eight bits may stand for, and their bytes as they are."""
     arch, tp = work.arch, work.tp
     in_norms = 2 * work.split * arch.hidden * (2 if arch.norm == "rms" and not work.fused_norm else 1)
     attended = work.whole * (work.qkv + work.out * (1 + work.out_copies)) + work.mask
     exponents = _exponents(work)
-    if exponents * work.wide < SMALL or arch.heads <= arch.hidden * STATISTIC:
+    if exponents * work.accum_bytes < SMALL or arch.heads <= arch.hidden * STATISTIC:
         exponents = 0.0
     elements = in_norms + attended + exponents
-    size = 2 * _norm_input(work) + attended * work.narrow + exponents * work.wide + work.entering
-    entering = work.entering / work.narrow
-    if not mixture:
+    size = 2 * _norm_input(work) + attended * work.compute_bytes + exponents * work.accum_bytes + work.entering
+    entering = work.entering / work.compute_bytes
+    if not moe:
         inner = work.copies * work.whole * arch.ffn / tp + entering
-        return elements + entering + inner, size + inner * work.narrow
+        return elements + entering + inner, size + inner * work.compute_bytes
     ends = 1 if work.gates_inside else 2
     rows = work.expert_rows * (ends * arch.hidden + work.copies * arch.expert_ffn / tp)
     shared = work.copies * work.whole * arch.shared_experts * arch.expert_ffn / tp
-    shared += work.whole * arch.hidden if arch.shared_experts and work.narrow < work.wide else 0
-    read = work.whole * arch.hidden  # by the router, wide
-    return elements + entering + rows + shared + read, size + (rows + shared) * work.narrow + read * work.wide
+    shared += work.whole * arch.hidden if arch.shared_experts and work.compute_bytes < work.accum_bytes else 0
+    read = work.whole * arch.hidden  # by the router, in fp32
+    size += (rows + shared) * work.compute_bytes + read * work.accum_bytes
+    return elements + entering + rows + shared + read, size
 
 
 def _matmul_input(work: MicrobatchShape, matmuls: int) -> float:
@@ -565,43 +562,43 @@ def _matmul_input(work: MicrobatchShape, matmuls: int) -> float:
     return (1 if work.compiled else matmuls) * work.whole * work.arch.hidden
 
 
-def _end_kept(work: MicrobatchShape) -> float:
+def _end_saved(work: MicrobatchShape) -> float:
     """What the projection to logits reads, and the norm before it where there is one."""
-    offset = work.arch.hidden * work.narrow if work.arch.norm_offset else 0
-    return work.entering + (_norm_kept(work) + offset if work.arch.norm_position != "post" else 0.0)
+    offset = work.arch.hidden * work.compute_bytes if work.arch.norm_offset else 0
+    return work.entering + (_norm_saved(work) + offset if work.arch.norm_position != "post" else 0.0)
 
 
-def _ahead_kept(work: MicrobatchShape, mixtures: tuple[bool, ...], policy: str) -> float:
+def _ahead_saved(work: MicrobatchShape, is_moe: tuple[bool, ...], policy: str) -> float:
     """What multi-token prediction saves beside its block: embeddings, three norms, and what two matrices read.
 
     Where the block is recomputed, the embeddings are its second input, and what it returns is projected. The model's
     own hidden states are saved once for both, unless the loss saves their gradient instead, or tp gathers them for it.
     Of a part of the sequence is also what the joining matrix reads.
     """
-    recomputed = any(len(mixtures) - 1 in run for run in runs(policy, len(mixtures))) and not by_operation(policy)
-    same = work.tp == 1 and not work.chunk and (recomputed or work.fused_norm or work.narrow == work.wide)
-    shared = work.stream if same else 0
+    recomputed = any(len(is_moe) - 1 in run for run in runs(policy, len(is_moe))) and not by_operation(policy)
+    same = work.tp == 1 and not work.chunk and (recomputed or work.fused_norm or work.compute_bytes == work.accum_bytes)
+    shared = work.hidden_states if same else 0
     if recomputed:
-        return work.stream + work.entering - shared
-    return 3 * _norm_kept(work) + 2 * work.stream + work.entering - shared
+        return work.hidden_states + work.entering - shared
+    return 3 * _norm_saved(work) + 2 * work.hidden_states + work.entering - shared
 
 
-def _norm_kept(work: MicrobatchShape) -> float:
+def _norm_saved(work: MicrobatchShape) -> float:
     return _norm_input(work) + _norm_statistics(work)
 
 
 def _norm_input(work: MicrobatchShape) -> float:
-    """A norm's input; a norm made of several operations also saves it wide and scaled."""
+    """A norm's input; a norm made of several operations also saves it in fp32 and scaled."""
     elements = work.split * work.arch.hidden
     pieces = work.arch.norm == "rms" and not work.fused_norm
-    return 2 * elements * work.wide if pieces else elements * work.narrow
+    return 2 * elements * work.accum_bytes if pieces else elements * work.compute_bytes
 
 
 def _norm_statistics(work: MicrobatchShape) -> float:
     """Of a norm, one or two numbers for each position."""
     if work.arch.norm == "layer":
-        return 2 * work.split * (work.wide if work.fused_norm else work.narrow)
-    return work.split * work.wide
+        return 2 * work.split * (work.accum_bytes if work.fused_norm else work.compute_bytes)
+    return work.split * work.accum_bytes
 
 
 def _exponents(work: MicrobatchShape) -> float:
@@ -613,44 +610,44 @@ def _scores(work: MicrobatchShape) -> float:
     """Of attention's scores: their log-sum-exp, or where they exist as a whole themselves, and dropped out."""
     heads = work.arch.heads / work.tp
     if work.attention == "flash":
-        return work.whole * heads * work.wide
-    each = 2 * work.narrow + MASK_BYTES if work.drops else work.narrow
+        return work.whole * heads * work.accum_bytes
+    each = 2 * work.compute_bytes + MASK_BYTES if work.drops else work.compute_bytes
     return work.whole * heads * work.sequence * each
 
 
 def _activation_grads(work: MicrobatchShape) -> float:
     """Gradients alive at once inside a block: of its output and input, and of two tensors of the feed-forward width.
 
-    Where activations are quantized, also the widest of them while it is read: wide, and then as it was.
+    Where activations are quantized, also the widest of them while it is read: in fp32, and then as it was.
     """
     arch = work.arch
     width = max(arch.ffn, arch.q_width, arch.top_k * arch.expert_ffn)
-    grads = (2 * work.whole * arch.hidden + 2 * work.whole * width / work.tp) * work.narrow
+    grads = (2 * work.whole * arch.hidden + 2 * work.whole * width / work.tp) * work.compute_bytes
     widest = max(arch.ffn, arch.q_width, arch.hidden * work.tp)
-    return grads + (work.whole * widest / work.tp * (work.wide + work.narrow) if work.quantized else 0.0)
+    return grads + (work.whole * widest / work.tp * (work.accum_bytes + work.compute_bytes) if work.quantized else 0.0)
 
 
 def _matmul_grads(work: MicrobatchShape) -> float:
     """Gradients of what a block's matrices return: the weights' half of a split backward multiplies with them."""
     arch = work.arch
     inner = work.first_matmuls * max(arch.ffn, arch.top_k * arch.expert_ffn)
-    return work.whole * (work.qkv + inner / work.tp + 2 * arch.hidden) * work.narrow
+    return work.whole * (work.qkv + inner / work.tp + 2 * arch.hidden) * work.compute_bytes
 
 
 def _loss(work: MicrobatchShape) -> tuple[float, float]:
-    """Log-probabilities, and what their gradient adds for a moment: it and the logits' own, wide before narrowed.
+    """Log-probabilities, and what their gradient adds for a moment: it and the logits' own, in fp32 before cast down.
 
-    Over cut logits torch writes the gradient out of three wide temporaries. A loss in chunks saves the gradient of the
+    Over cut logits torch writes the gradient out of three fp32 temporaries. A loss in chunks saves the gradient of the
     projection, which its forward has made already, and adds a chunk's logits and, if it is not the only one, that
-    gradient twice, wide: the sum so far and the next. Only then is it narrowed to what is saved.
+    gradient twice, in fp32: the sum so far and the next. Only then is it cast down to what is saved.
     """
     if work.chunk:
         elements = work.vocab / work.tp * work.arch.hidden if projects(work.arch) else 0.0
-        sums = elements * (2 * work.wide - work.narrow) if work.chunk < work.whole else 0
+        sums = elements * (2 * work.accum_bytes - work.compute_bytes) if work.chunk < work.whole else 0
         chunks = 2 if work.arch.logit_softcap else 1  # of which one is what the cap's gradient needs
-        return elements * work.narrow, chunks * work.chunk * work.vocab / work.tp * work.narrow + sums
+        return elements * work.compute_bytes, chunks * work.chunk * work.vocab / work.tp * work.compute_bytes + sums
     logits = work.whole * work.vocab / work.tp
-    added = 3 * work.wide if work.tp > 1 else 2 * work.wide
+    added = 3 * work.accum_bytes if work.tp > 1 else 2 * work.accum_bytes
     if work.holds.logits_bytes:
-        added = max(work.holds.logits_bytes - work.wide, 0.0)
-    return logits * work.wide, logits * added
+        added = max(work.holds.logits_bytes - work.accum_bytes, 0.0)
+    return logits * work.accum_bytes, logits * added

@@ -11,14 +11,14 @@ from itertools import groupby
 
 import msgspec
 
-from meshwright.cost.primitives import GroupSpan, Rates, collective_seconds, flash_seconds, product_seconds, rates
+from meshwright.cost.primitives import GroupSpan, Rates, collective_seconds, flash_seconds, matmul_seconds, rates
 from meshwright.hardware.cluster import Cluster, Gpu, Link, catalogue, cluster_of_device, recognised
 from meshwright.hardware.profile import AttentionTime, CollectiveFit, CollectiveTime, ProductTime, Profile
 from meshwright.hardware.stacks import Efficiency, Stack, efficiency_of, stacks
 from meshwright.spec.plan import Precision
 from meshwright.spec.problem import mistake
 
-STARTED = 1.5  # a product that takes less than so many times the quickest one shows the host's time, not its own
+STARTED = 1.5  # a matmul that takes less than so many times the quickest one shows the host's time, not its own
 LEAST_RECORDS = 3  # fewer say nothing about three constants
 FINEST_STEP = 0.002  # relative: where a search stops
 MOST_ROUNDS = 60  # of a search; each looks at every constant
@@ -80,7 +80,7 @@ def machine(profile: Profile, gpus: int, stack: Stack) -> Cluster:
         remedy = "measure it with meshwright bench --probe"
         raise mistake("the profile has no matmuls or no copy", remedy, "profile")
 
-    def fastest_product(dtype: str) -> float:
+    def fastest_matmul(dtype: str) -> float:
         """Operations a second; 0 where none was measured."""
         return max((2 * e.m * e.n * e.k / e.seconds for e in profile.products if e.dtype == dtype), default=0.0)
 
@@ -89,7 +89,7 @@ def machine(profile: Profile, gpus: int, stack: Stack) -> Cluster:
         match=(),
         memory_bytes=profile.memory_bytes,
         bandwidth=profile.copy_bandwidth,
-        **{dtype: fastest_product(dtype) for dtype in ("fp32", "bf16", "fp16", "fp8")},
+        **{dtype: fastest_matmul(dtype) for dtype in ("fp32", "bf16", "fp16", "fp8")},
     )
     domains = max((each.domains for each in profile.collectives), default=1)
     times = profile.collectives
@@ -119,15 +119,15 @@ def calibrated(
 ) -> Efficiency:
     """The efficiencies that explain a profile best. What was not measured stays as it was.
 
-    `backend`: whose times stand for fused attention, as the profile names it. `precision`: of the products that
+    `backend`: whose times stand for fused attention, as the profile names it. `precision`: of the matmuls that
     decide; two bytes wide on a GPU, fp32 on a CPU.
     """
     found = efficiency
     if profile.copy_bandwidth:
         found = msgspec.structs.replace(found, memory=min(profile.copy_bandwidth / gpu.bandwidth, LARGEST_SHARE))
     deciding = ("fp32",) if precision == "fp32" else ("bf16", "fp16")
-    found = _with_products(found, gpu, [each for each in profile.products if each.dtype in deciding], precision)
-    found = _with_products(found, gpu, [each for each in profile.products if each.dtype == "fp8"], "fp8")
+    found = _with_matmuls(found, gpu, [each for each in profile.products if each.dtype in deciding], precision)
+    found = _with_matmuls(found, gpu, [each for each in profile.products if each.dtype == "fp8"], "fp8")
     return _with_attention(found, gpu, [each for each in profile.attention if each.backend == backend], precision)
 
 
@@ -166,9 +166,9 @@ def trainer(device: str) -> Stack:
     return msgspec.structs.replace(stack, speed=speed)
 
 
-def product_errors(records: Sequence[ProductTime], at: Rates) -> list[float]:
+def matmul_errors(records: Sequence[ProductTime], at: Rates) -> list[float]:
     """Predicted ÷ measured, as logarithms."""
-    return [math.log(_product(each, at) / each.seconds) for each in records]
+    return [math.log(_matmul(each, at) / each.seconds) for each in records]
 
 
 def beyond_launch(records: Sequence[ProductTime]) -> list[ProductTime]:
@@ -202,23 +202,21 @@ def least(
     return found
 
 
-def _product(record: ProductTime, at: Rates) -> float:
+def _matmul(record: ProductTime, at: Rates) -> float:
     """The gradient of an input sums over n, that of a weight over m."""
     m, n, k = record.m, record.n, record.k
     m, n, k = {"forward": (m, n, k), "input": (m, k, n), "weight": (n, k, m)}[record.kind]
-    return product_seconds(m, n, k, at)
+    return matmul_seconds(m, n, k, at)
 
 
-def _with_products(
-    efficiency: Efficiency, gpu: Gpu, records: Sequence[ProductTime], precision: Precision
-) -> Efficiency:
+def _with_matmuls(efficiency: Efficiency, gpu: Gpu, records: Sequence[ProductTime], precision: Precision) -> Efficiency:
     """Of matmuls the share of the peak and what tiles cost; of those in fp8 the share alone."""
     kept, in_fp8 = beyond_launch(records), precision == "fp8"
     if len(kept) < LEAST_RECORDS or (in_fp8 and not gpu.fp8):
         return efficiency
 
     def misfit(found: Mapping[str, float]) -> float:
-        return _mean_size(product_errors(kept, _rates(efficiency, gpu, precision, found)))
+        return _mean_size(matmul_errors(kept, _rates(efficiency, gpu, precision, found)))
 
     start = {"product": efficiency.product, "wave": efficiency.wave, "depth": efficiency.depth}
     if in_fp8:

@@ -35,11 +35,11 @@ def matmul_flops_per_token(arch: Arch) -> float:
     weights = float(arch.vocab * arch.hidden) * (1 + arch.mtp_layers)
     for param in params(arch):
         if param.name not in TABLES | {"head.weight"} and param.is_matrix:
-            weights += param.numel * _products(arch, param)
+            weights += param.numel * _uses(arch, param)
     return 2 * weights
 
 
-def _products(arch: Arch, param: Param) -> float:
+def _uses(arch: Arch, param: Param) -> float:
     """How often a token going forward is multiplied with a matrix of a block."""
     again = arch.adapter.drops_rows and has_row_norms(param, arch)
     return (_share(arch) if param.expert else 1) * (1 + again)
@@ -99,13 +99,13 @@ def _attended_per_token(arch: Arch, span: float, causal: bool) -> float:
 
 @cache
 def spared_flops_per_token(arch: Arch) -> float:
-    """The products that a backward does not have: for gradients of frozen weights, and of inputs that have none."""
+    """The matmuls that a backward does not have: for gradients of frozen weights, and of inputs that have none."""
     projects = "embed.weight" if arch.tied else "head.weight"
     spared = 0.0
     for param in params(arch):
         if not param.is_matrix or param.name in TABLES - {projects}:
             continue
-        times = 1 + arch.mtp_layers if param.name == projects else _products(arch, param)
+        times = 1 + arch.mtp_layers if param.name == projects else _uses(arch, param)
         spared += 2 * param.numel * times * ((not param.trained) + (not reads_gradient(arch, param)))
         if arch.compared and arch.adapter.drops_rows and has_row_norms(param, arch):  # a reference drops nothing
             spared += 2 * param.numel
@@ -145,7 +145,7 @@ def causal_step_flops(arch: Arch, sequence: int, batch: int, span: float | None 
 
 
 def attention_flops(arch: Arch, sequence: int, batch: int, span: float | None = None) -> float:
-    """Attention's share of `step_flops`; products with weights are the rest."""
+    """Attention's share of `step_flops`; matmuls with weights are the rest."""
     return _attended_per_token(arch, span or sequence, False) * sequence * batch
 
 
@@ -162,7 +162,7 @@ def document_span(sequence: int, mean_document: float) -> float:
 def hardware_flops(arch: Arch, plan: Plan, sequence: int, batch: int, span: float | None = None) -> float:
     """What the machines do in one optimizer step: the model's operations, and those that the backward recomputes.
 
-    Recomputation by operation keeps all matrix products, and so repeats none of these operations.
+    Recomputation by operation saves what all matmuls return, and so repeats none of these operations.
     """
     return recomputed_flops(arch, plan, sequence, batch, policy_of(plan), span)
 
@@ -188,24 +188,24 @@ def recomputed_flops(
 
 def block_flops_per_token(arch: Arch, layer: int, span: float) -> float:
     """One layer's FLOPs for one token going forward, attention counted in full."""
-    return _block_products(arch, layer) + _attention(arch, layer, span)
+    return _block_matmuls(arch, layer) + _attention(arch, layer, span)
 
 
 @cache
-def _block_products(arch: Arch, layer: int) -> float:
+def _block_matmuls(arch: Arch, layer: int) -> float:
     weights = (param for param in params(arch) if param.layer == layer and param.is_matrix)
-    return 2 * sum(param.numel * _products(arch, param) for param in weights)
+    return 2 * sum(param.numel * _uses(arch, param) for param in weights)
 
 
 def _unneeded(arch: Arch, layer: int) -> float:
     """What need not be recomputed of a run that ends with this layer: its last matmul, as the backward needs no output.
 
-    A mixture ends with its shared experts, and then only if no loss of its own comes after them. What a compiler made
-    is computed to its end.
+    An MoE layer ends with its shared experts, and then only if no loss of its own comes after them. What a compiler
+    made is computed to its end.
     """
     if arch.looks_ahead(layer) or arch.ends_in_norm:
         return 0.0  # a norm comes after it, and saves something
-    if arch.adapter.takes("mlp.down"):  # the last product is the adapter's; magnitudes save what they multiply
+    if arch.adapter.takes("mlp.down"):  # the last matmul is the adapter's; magnitudes save what they multiply
         return 0.0 if arch.adapter.kind == "dora" or arch.is_moe(layer) else 2.0 * arch.adapter.rank * arch.hidden
     if not arch.is_moe(layer):
         return 2.0 * arch.ffn * arch.hidden

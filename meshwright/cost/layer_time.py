@@ -20,8 +20,8 @@ from meshwright.cost.activations import (
     OURS,
     ActivationPolicy,
     activation_policy,
-    as_kept,
-    block_kept,
+    as_saved,
+    block_saved,
     microbatch_shape,
     moved_bytes,
     projects,
@@ -37,8 +37,8 @@ from meshwright.cost.primitives import (
     axis_span,
     collective_seconds,
     flash_seconds,
+    matmul_seconds,
     moved_seconds,
-    product_seconds,
     rates,
 )
 from meshwright.cost.rank_view import (
@@ -51,11 +51,11 @@ from meshwright.cost.rank_view import (
 from meshwright.cost.traffic import Axis, Kind, fp8_scales
 from meshwright.hardware.stacks import Efficiency, StackSpeed, efficiency_of
 from meshwright.spec.arch import Arch
-from meshwright.spec.params import kv_part, params
+from meshwright.spec.params import kv_part, layer_params, params
 from meshwright.spec.plan import Plan
 from meshwright.spec.tuning import DOWN, UP, is_adapter
 
-WIDE = 4  # bytes of a number where low precision would spoil it
+ACCUM_BYTES = 4  # of an element where low precision would spoil it
 NORMS_AND_SUMS = 10  # of a layer's hidden states: two norms read and write, two sums read twice and write
 DROPOUT_BYTES = 100  # moved for each element by the operators of models/dropout.py: some fifteen passes of int32
 MERGED_BYTES = 12  # of a ring, for each number of a block's output: it is read, the sum in fp32 read and written
@@ -68,14 +68,14 @@ BACKWARD_SCORES = 1.5  # scores are moved in the backward of unfused attention, 
 # Bytes moved to make an FP8 number. One of an input: two read, where the kernel that wrote them found the maximum, and
 # one written. Of a weight or a gradient: read once more, for the maximum. Transposed, of inputs and gradients one more
 # is written at once; a weight is read and written again in the backward.
-FP8_INPUT, FP8_OTHER, FP8_TURNED, FP8_WEIGHT_TURNED = 3, 5, 1, 3
-FP8_CODES_TURNED = 2  # of a weight that is held in FP8: read and written
+FP8_INPUT, FP8_OTHER, FP8_TRANSPOSED, FP8_WEIGHT_TRANSPOSED = 3, 5, 1, 3
+FP8_CODES_TRANSPOSED = 2  # of a weight that is held in FP8: read and written
 # Bytes that quantizing an element moves beside the element and its code, encoded and decoded, by the operators of
-# parallel/activation_offload.py. fp8: one kernel; codes widened, scaled and narrowed. int8: extremes, a wide product,
-# its rounding; a wide product, narrowed.
+# parallel/activation_offload.py. fp8: one kernel; codes cast up, scaled and cast down. int8: extremes, an fp32
+# multiplication, its rounding; an fp32 multiplication, cast down.
 QUANTIZED_BYTES = {"fp8": (1.0, 17.0), "int8": (17.0, 9.0)}
-# Bytes moved for an element that is decoded by the operators of kernels/coded.py: half a byte becomes half an index of
-# four, which is read for an fp32 number; that is scaled in place, and read to be written narrow.
+# Bytes moved for an element that is decoded by the operators of kernels/quantized.py: half a byte becomes half an
+# index of four, which is read for an fp32 number; that is scaled in place, and read to be written in 16 bits.
 DECODED_BYTES = 0.5 + 2 * 2 + 4 + 2 * 4 + 4 + 2
 NF4_BYTES = 0.5 + 2  # the same by the kernel that decodes NF4
 # Passes over an adapter's output, added to its layer's: both are read, and the sum written; a compiled block adds where
@@ -86,13 +86,13 @@ CAP_PASSES = 11  # of the logits, by a softcap and its gradient, none of them fu
 EMBEDDING_PASSES = 6  # of the hidden states, by the lookup, its dropout and the scattered gradient
 
 
-Shape = tuple[float, float, float, float]  # count, m, n and k of products, as tp cuts them
+Shape = tuple[float, float, float, float]  # count, m, n and k of matmuls, as tp cuts them
 
 
 class TimeTerms(NamedTuple):
     """Seconds of one piece of work on one rank. Communication is what arithmetic does not hide."""
 
-    products: float = 0.0
+    matmuls: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
     tp: float = 0.0
@@ -103,7 +103,7 @@ class TimeTerms(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        work = self.products + self.attention + self.elementwise + self.launch
+        work = self.matmuls + self.attention + self.elementwise + self.launch
         return work + self.tp + self.cp + self.ep + self.link
 
     def __add__(self, other: "TimeTerms") -> "TimeTerms":  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -140,7 +140,7 @@ class LayerModel(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True):
 
     job: Job
     rates: Rates
-    head: Rates  # of the projection to logits, whose products are no narrower than bf16
+    head: Rates  # of the projection to logits, whose matmuls are no narrower than bf16
     tokens: float  # of one microbatch on one rank, whole over tp
     host: float  # seconds in which the host starts the forward of a layer
     adding: float  # bytes that adding one microbatch's gradient moves, for each weight
@@ -160,7 +160,7 @@ class LayerModel(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True):
 
     @property
     def between(self) -> float:
-        """Tokens that a rank has between products: without sequence parallelism all of them."""
+        """Tokens that a rank has between matmuls: without sequence parallelism all of them."""
         return self.tokens / self.plan.tp if self.job.stack.sequence_parallel else self.tokens
 
     @property
@@ -215,74 +215,73 @@ def _fewest_shards(plan: Plan, domain: int) -> int:
 
 
 @lru_cache(maxsize=16384)
-def block(at: LayerModel, mixture: bool) -> PassTimes:
+def block(at: LayerModel, moe: bool) -> PassTimes:
     """One layer without recomputation."""
     arch, tp = at.arch, at.plan.tp
-    experts: list[Shape] = list(_expert_products(at)) if mixture else []
+    experts: list[Shape] = list(_expert_matmuls(at)) if moe else []
     shapes: list[Shape] = [
         *_projections(at),
         (1, at.tokens, arch.hidden, arch.out_width / tp),
-        *(_beside_experts(at) if mixture else _dense_products(at)),
+        *(_beside_experts(at) if moe else _dense_matmuls(at)),
     ]
     forward, backward = _attention(at)
-    scales, back_scales = _scales_over_tp(at, mixture)
-    moved = _between_bytes(at, mixture)
+    scales, back_scales = _scales_over_tp(at, moe)
+    moved = _between_bytes(at, moe)
     casts, back_casts = (at.speed.casts * each for each in _cast_bytes(shapes, experts, at))
-    weight_products = sum(_product(count, n, k, m, at, back=True) for count, m, n, k in shapes)
+    weight_matmuls = sum(_matmul(count, n, k, m, at, back=True) for count, m, n, k in shapes)
     # Of experts they are no narrower than bf16, see kernels/experts.py.
-    weight_products += sum(count * _head_product(n, k, m, at) for count, m, n, k in experts)
-    products = sum(_product(count, m, n, k, at) for count, m, n, k in shapes)
-    products += sum(_expert_product(count, m, n, k, at) for count, m, n, k in experts)
-    input_products = sum(_product(count, m, k, n, at, back=True) for count, m, n, k in shapes)
-    input_products += sum(_expert_product(count, m, k, n, at, back=True) for count, m, n, k in experts)
+    weight_matmuls += sum(count * _head_matmul(n, k, m, at) for count, m, n, k in experts)
+    matmuls = sum(_matmul(count, m, n, k, at) for count, m, n, k in shapes)
+    matmuls += sum(_expert_matmul(count, m, n, k, at) for count, m, n, k in experts)
+    input_matmuls = sum(_matmul(count, m, k, n, at, back=True) for count, m, n, k in shapes)
+    input_matmuls += sum(_expert_matmul(count, m, k, n, at, back=True) for count, m, n, k in experts)
     shapes += experts
     share = trained_share(arch)  # the others have no gradient
     weights = share * sum(count * n * k for count, _, n, k in shapes)
-    ep = _over_ep(at, products) if mixture else 0.0
+    ep = _over_ep(at, matmuls) if moe else 0.0
     going = TimeTerms(
-        products=products,
+        matmuls=matmuls,
         attention=forward,
         elementwise=moved_seconds(moved + casts, at.rates),
-        tp=_over_tp(at, products) + scales,
+        tp=_over_tp(at, matmuls) + scales,
         cp=_over_cp(at, forward),
         ep=ep,
     )
     coming = TimeTerms(
-        products=input_products,
+        matmuls=input_matmuls,
         attention=backward,
         elementwise=moved_seconds(BACKWARD_BYTES * moved + back_casts, at.rates),
-        tp=_over_tp(at, input_products) + back_scales,
+        tp=_over_tp(at, input_matmuls) + back_scales,
         cp=_over_cp(at, backward, back=True),
         ep=ep,
     )
     if arch.adapter.held != "bf16":
-        decoded, decoded_back = _decoding(at, mixture)
+        decoded, decoded_back = _decoding(at, moe)
         going, coming = going + decoded, coming + decoded_back
-    weight = TimeTerms(products=share * weight_products, elementwise=moved_seconds(weights * at.adding, at.rates))
+    weight = TimeTerms(matmuls=share * weight_matmuls, elementwise=moved_seconds(weights * at.adding, at.rates))
     # The device waits for the host: each pass takes no less than its launches.
-    host = at.host + mixture * at.speed.moe_seconds
+    host = at.host + moe * at.speed.moe_seconds
     late = max(host - going.seconds, 0.0)
     late_back = max(host - coming.seconds - weight.seconds, 0.0)
     plain = PassTimes(forward=going + TimeTerms(launch=late), input=coming + TimeTerms(launch=late_back), weight=weight)
-    return plain + _adapters(at, mixture) if arch.adapter.kind != "none" else plain
+    return plain + _adapters(at, moe) if arch.adapter.kind != "none" else plain
 
 
-def _decoding(at: LayerModel, mixture: bool) -> Iterator[TimeTerms]:
+def _decoding(at: LayerModel, moe: bool) -> Iterator[TimeTerms]:
     """What decoding a block's weights adds to its forward, and to its backward."""
     each = NF4_BYTES if at.arch.adapter.held == "nf4" and at.plan.kernels != "plain" else DECODED_BYTES
-    for elements in decoded_elements(at.arch, at.plan, mixture):
+    for elements in decoded_elements(at.arch, at.plan, moe):
         yield TimeTerms(elementwise=moved_seconds(elements / at.plan.tp * each, at.rates))
 
 
 @cache
-def decoded_elements(arch: Arch, plan: Plan, mixture: bool) -> tuple[int, int]:
+def decoded_elements(arch: Arch, plan: Plan, moe: bool) -> tuple[int, int]:
     """Elements of a block's weights in few bits that a forward decodes, and a backward, of experts one rank's.
 
     A forward of DoRA decodes what it needs the norms of once more, also where codes are multiplied as they are.
     """
-    layer = next((layer for layer in range(arch.layers) if arch.is_moe(layer) == mixture), 0)
     forward = backward = 0
-    for param in (each for each in params(arch) if each.layer == layer and each.held != "bf16"):
+    for param in (each for each in layer_params(arch, moe) if each.held != "bf16"):
         elements = param.numel // (plan.ep if param.expert else 1)
         normed = has_row_norms(param, arch)
         multiplied = 0 if is_multiplied_as_held(param, plan) else elements * (1 + normed * arch.adapter.drops_rows)
@@ -302,49 +301,47 @@ def trained_share(arch: Arch) -> float:
     return sum(param.numel for param in matrices if param.trained) / max(sum(param.numel for param in matrices), 1)
 
 
-def _adapters(at: LayerModel, mixture: bool) -> PassTimes:
-    """Low-rank products beside a block's own: they are thin, and what they move is priced beside what they multiply.
+def _adapters(at: LayerModel, moe: bool) -> PassTimes:
+    """Low-rank matmuls beside a block's own: they are thin, and what they move is priced beside what they multiply.
 
     None is in FP8.
     """
     forward = coming = weight = NOTHING
     passes = COMPILED_SUM_PASSES if at.policy.compiled else SUM_PASSES
-    for out, into, routed in adapted_shapes(at.arch, mixture):
+    for out, into, routed in adapted_shapes(at.arch, moe):
         rank, out, into = at.arch.adapter.rank, out / at.plan.tp, into
         held = at.arch.experts / at.plan.ep if routed else 1
         tokens = at.tokens * (_rows_per_token(at) if routed else 1)
-        down, up = (held * _head_product(tokens / held, n, k, at) for n, k in ((rank, into), (out, rank)))
+        down, up = (held * _head_matmul(tokens / held, n, k, at) for n, k in ((rank, into), (out, rank)))
         summed = moved_seconds(passes * tokens * out * at.rates.width, at.rates)
-        forward += TimeTerms(products=down + up, elementwise=summed)
-        coming += TimeTerms(products=down + up, elementwise=summed * into / out)
+        forward += TimeTerms(matmuls=down + up, elementwise=summed)
+        coming += TimeTerms(matmuls=down + up, elementwise=summed * into / out)
         if at.arch.adapter.dropout:  # drawn, and drawn again
             dropped = moved_seconds(DROPOUT_BYTES / 2 * tokens * into, at.rates)
             forward, coming = forward + TimeTerms(elementwise=dropped), coming + TimeTerms(elementwise=dropped)
         if at.arch.adapter.kind == "dora":
             # The weight is read for the norms of its rows, and multiplied with A; an output is read and written.
-            norms = held * _head_product(out, rank, into, at)
+            norms = held * _head_matmul(out, rank, into, at)
             read, passed = (
                 moved_seconds(size * at.rates.width, at.rates) for size in (held * out * into, 2 * tokens * out)
             )
-            forward += TimeTerms(products=norms, elementwise=read + passed)
+            forward += TimeTerms(matmuls=norms, elementwise=read + passed)
             coming += TimeTerms(elementwise=BACKWARD_BYTES * passed)
         if at.arch.adapter.drops_rows:  # multiplied with what is left of the input too, which is drawn once more
             again, back = (
-                held * _product(1, tokens / held, n, k, at, way)
-                for n, k, way in ((out, into, False), (into, out, True))
+                held * _matmul(1, tokens / held, n, k, at, way) for n, k, way in ((out, into, False), (into, out, True))
             )
             dropped = moved_seconds(DROPOUT_BYTES / 2 * tokens * into, at.rates)
-            forward += TimeTerms(products=again, elementwise=dropped + summed)
-            coming += TimeTerms(products=back, elementwise=dropped + summed * into / out)
-        weight += TimeTerms(products=down + up)
+            forward += TimeTerms(matmuls=again, elementwise=dropped + summed)
+            coming += TimeTerms(matmuls=back, elementwise=dropped + summed * into / out)
+        weight += TimeTerms(matmuls=down + up)
     return PassTimes(forward=forward, input=coming, weight=weight)
 
 
 @cache
-def adapted_shapes(arch: Arch, mixture: bool) -> tuple[tuple[int, int, bool], ...]:
+def adapted_shapes(arch: Arch, moe: bool) -> tuple[tuple[int, int, bool], ...]:
     """The outputs and inputs of a block's linear layers that have adapters, and whether they are routed experts'."""
-    layer = next((layer for layer in range(arch.layers) if arch.is_moe(layer) == mixture), 0)
-    table = {param.name: param for param in params(arch) if param.layer == layer}
+    table = {param.name: param for param in layer_params(arch, moe)}
     pairs = ((param, table[name.replace(DOWN, UP)]) for name, param in table.items() if name.endswith(DOWN))
     return tuple((up.shape[-2], down.shape[-1], down.expert) for down, up in pairs)
 
@@ -361,7 +358,7 @@ def unreached(at: LayerModel, layer: int) -> TimeTerms:
     still = sum(elements[each.name] for each in matrices if not reads_gradient(arch, each)) / sum(elements.values())
     coming = block(at, arch.is_moe(layer)).input
     return TimeTerms(
-        products=coming.products * still,
+        matmuls=coming.matmuls * still,
         attention=coming.attention * (not flow.attended),
         elementwise=coming.elementwise * still,
         tp=coming.tp * ((not flow.attn_in) + (not flow.attn_out) + (not flow.mlp_in) + (not flow.mlp_out)) / 4,
@@ -389,27 +386,27 @@ def _ahead(at: LayerModel) -> PassTimes:
     Ranks of tp join each their part of the sequence.
     """
     hidden = at.arch.hidden
-    joined = _product(1, at.between, hidden, 2 * hidden, at)
+    joined = _matmul(1, at.between, hidden, 2 * hidden, at)
     moved = moved_seconds(EMBEDDING_PASSES * at.between * hidden * at.rates.width, at.rates)
     scattered = at.collective("reduce_scatter", "tp", at.tokens * hidden * at.rates.width)
-    once = TimeTerms(products=joined, elementwise=moved, tp=scattered)
-    return _projection(at) + PassTimes(forward=once, input=once, weight=TimeTerms(products=joined))
+    once = TimeTerms(matmuls=joined, elementwise=moved, tp=scattered)
+    return _projection(at) + PassTimes(forward=once, input=once, weight=TimeTerms(matmuls=joined))
 
 
-def recomputed_terms(at: LayerModel, mixture: bool, by_operation: bool) -> TimeTerms:
+def recomputed_terms(at: LayerModel, moe: bool, by_operation: bool) -> TimeTerms:
     """What one recomputed layer adds to its backward."""
-    one = block(at, mixture).forward
-    if not by_operation and (mixture or at.policy.to_the_end or at.arch.ends_in_norm):
+    one = block(at, moe).forward
+    if not by_operation and (moe or at.policy.to_the_end or at.arch.ends_in_norm):
         return one
-    if not by_operation:  # up to the last product, whose sum over tp is one of four collectives
-        *_, last = _dense_products(at)
-        return one._replace(products=one.products - _product(*last, at), tp=one.tp * 3 / 4)
+    if not by_operation:  # up to the last matmul, whose sum over tp is one of four collectives
+        *_, last = _dense_matmuls(at)
+        return one._replace(matmuls=one.matmuls - _matmul(*last, at), tp=one.tp * 3 / 4)
     if at.policy.selective == "attention":
         return TimeTerms(attention=one.attention)
     return one * SELECTED if at.policy.selective == "blocks" else TimeTerms(elementwise=one.elementwise)
 
 
-def with_policy(at: LayerModel, policy: ActivationPolicy, mixture: bool, one: PassTimes) -> PassTimes:
+def with_policy(at: LayerModel, policy: ActivationPolicy, moe: bool, one: PassTimes) -> PassTimes:
     """A block's passes with activations quantized and read back, and what the host link takes beyond arithmetic.
 
     A block that is recomputed saves its input alone.
@@ -418,17 +415,17 @@ def with_policy(at: LayerModel, policy: ActivationPolicy, mixture: bool, one: Pa
         return one
     work = msgspec.structs.replace(microbatch_shape(at.job), quantized=policy.quant != "none")
     recomputed = one.recompute.seconds > 0
-    whole = work.stream if recomputed else block_kept(work, mixture)
+    whole = work.hidden_states if recomputed else block_saved(work, moe)
     if policy.quant != "none":
         encode, decode = (
-            moved_seconds(whole / work.narrow * (at.rates.width + more + CODE - 1), at.rates)
+            moved_seconds(whole / work.compute_bytes * (at.rates.width + more + CODE - 1), at.rates)
             for more in QUANTIZED_BYTES[policy.quant]
         )
         going, coming = TimeTerms(elementwise=encode), TimeTerms(elementwise=decode)
         one = one._replace(forward=one.forward + going, input=one.input + coming)
     if not policy.offload:
         return one
-    travels = moved_bytes(work, as_kept(work, mixture, whole), recomputed) / achieved(at.job.cluster.host)
+    travels = moved_bytes(work, as_saved(work, moe, whole), recomputed) / achieved(at.job.cluster.host)
     back = one.recompute.seconds + one.input.seconds + one.weight.seconds
     going = TimeTerms(link=max(travels - one.forward.seconds, 0.0))
     coming = TimeTerms(link=max(travels - back, 0.0))
@@ -445,13 +442,13 @@ def chosen(arch: Arch) -> float:
     return arch.capacity if arch.router == "expert_choice" else arch.top_k
 
 
-def _product(count: float, m: float, n: float, k: float, at: LayerModel, back: bool = False) -> float:
-    return count * product_seconds(m, n, k, at.rates, back) / at.speed.product
+def _matmul(count: float, m: float, n: float, k: float, at: LayerModel, back: bool = False) -> float:
+    return count * matmul_seconds(m, n, k, at.rates, back) / at.speed.product
 
 
-def _expert_product(count: float, m: float, n: float, k: float, at: LayerModel, back: bool = False) -> float:
+def _expert_matmul(count: float, m: float, n: float, k: float, at: LayerModel, back: bool = False) -> float:
     """Of routed experts, in the precision that these have."""
-    return count * _head_product(m, n, k, at) if _experts_stay_wide(at) else _product(count, m, n, k, at, back)
+    return count * _head_matmul(m, n, k, at) if _experts_stay_wide(at) else _matmul(count, m, n, k, at, back)
 
 
 def _experts_stay_wide(at: LayerModel) -> bool:
@@ -459,7 +456,7 @@ def _experts_stay_wide(at: LayerModel) -> bool:
     return at.job.stack.name == OURS and at.plan.tp > 1
 
 
-def _dense_products(at: LayerModel, width: int = 0) -> Iterator[Shape]:
+def _dense_matmuls(at: LayerModel, width: int = 0) -> Iterator[Shape]:
     arch, tp = at.arch, at.plan.tp
     inner = (width or arch.ffn) / tp
     yield 1, at.tokens, (2 if arch.gated else 1) * inner, arch.hidden
@@ -479,7 +476,7 @@ def _projections(at: LayerModel) -> Iterator[Shape]:
     yield 1, at.tokens, arch.heads * (arch.head_dim - arch.rope_dim + arch.v_head) / tp, arch.kv_rank
 
 
-def _expert_products(at: LayerModel) -> Iterator[Shape]:
+def _expert_matmuls(at: LayerModel) -> Iterator[Shape]:
     """The experts that a rank holds, with a fair share of the rows."""
     arch, plan = at.arch, at.plan
     held = arch.experts / plan.ep
@@ -494,7 +491,7 @@ def _beside_experts(at: LayerModel) -> Iterator[Shape]:
     arch = at.arch
     yield 1, at.tokens, arch.experts, arch.hidden
     if arch.shared_experts:
-        yield from _dense_products(at, arch.shared_experts * arch.expert_ffn)
+        yield from _dense_matmuls(at, arch.shared_experts * arch.expert_ffn)
 
 
 def _attention(at: LayerModel) -> tuple[float, float]:
@@ -512,12 +509,12 @@ def _attention(at: LayerModel) -> tuple[float, float]:
         forward, backward = flash_seconds(at.tokens, span, width, at.rates)
         return forward / rate, backward / rate
     scores = at.tokens * sequence
-    products = attention_flops(scores, width) / at.rates.product
+    matmuls = attention_flops(scores, width) / at.rates.matmul
     passes = moved_seconds(scores * arch.heads / plan.tp * at.rates.width * at.speed.score_passes, at.rates)
-    return products + passes, 2 * products + BACKWARD_SCORES * passes
+    return matmuls + passes, 2 * matmuls + BACKWARD_SCORES * passes
 
 
-def _between_bytes(at: LayerModel, mixture: bool) -> float:
+def _between_bytes(at: LayerModel, moe: bool) -> float:
     """What element-wise kernels of a forward move: norms and sums, the rotation, the activation, the experts' rows."""
     arch, plan = at.arch, at.plan
     norms = 4 if arch.norm_position == "both" else 2
@@ -529,7 +526,7 @@ def _between_bytes(at: LayerModel, mixture: bool) -> float:
     share = arch.rotated / arch.head_dim
     rotated = 2 * (arch.q_width + arch.kv_width) * share / plan.tp * at.tokens if arch.positions == "rope" else 0.0
     passes = 3 if arch.gated else 2
-    if mixture:
+    if moe:
         routed = _rows_per_token(at) * (passes * arch.expert_ffn / plan.tp + 4 * arch.hidden)
         inner = at.tokens * (routed + passes * arch.shared_experts * arch.expert_ffn / plan.tp)
     else:
@@ -538,20 +535,20 @@ def _between_bytes(at: LayerModel, mixture: bool) -> float:
 
 
 def _cast_bytes(shapes: list[Shape], experts: list[Shape], at: LayerModel) -> tuple[float, float]:
-    """What making FP8 numbers for products moves, forward and backward.
+    """What making FP8 numbers for matmuls moves, forward and backward.
 
-    Experts quantize their weights in both, and of what the backward has turn these alone.
+    Experts quantize their weights in both, and of what the backward has transpose these alone.
     """
     if at.plan.precision != "fp8":
         return 0.0, 0.0
     inputs, weights, gradients = _operands(shapes)
-    if _multiplies_codes(at):  # the output is read and written once more, and scaled; the weight is turned alone
+    if _multiplies_codes(at):  # the output is read and written once more, and scaled; the weight alone is transposed
         by_rows = 0.0 if at.plan.fp8_scaling == "rowwise" else 2 * at.fusion * at.rates.width
-        return FP8_INPUT * inputs + by_rows * gradients, FP8_OTHER * gradients + FP8_CODES_TURNED * weights
-    turned = FP8_TURNED * gradients + FP8_WEIGHT_TURNED * weights
+        return FP8_INPUT * inputs + by_rows * gradients, FP8_OTHER * gradients + FP8_CODES_TRANSPOSED * weights
+    transposed = FP8_TRANSPOSED * gradients + FP8_WEIGHT_TRANSPOSED * weights
     rows, stacks, row_gradients = _operands([] if _experts_stay_wide(at) else experts)
-    forward = (FP8_INPUT + FP8_TURNED) * inputs + FP8_INPUT * rows + FP8_OTHER * (weights + stacks)
-    return forward, FP8_OTHER * (gradients + row_gradients + stacks) + turned + FP8_TURNED * stacks
+    forward = (FP8_INPUT + FP8_TRANSPOSED) * inputs + FP8_INPUT * rows + FP8_OTHER * (weights + stacks)
+    return forward, FP8_OTHER * (gradients + row_gradients + stacks) + transposed + FP8_TRANSPOSED * stacks
 
 
 def _multiplies_codes(at: LayerModel) -> bool:
@@ -560,7 +557,7 @@ def _multiplies_codes(at: LayerModel) -> bool:
 
 
 def _operands(shapes: list[Shape]) -> tuple[float, float, float]:
-    """Elements of all inputs, weights and gradients of some products."""
+    """Elements of all inputs, weights and gradients of some matmuls."""
     inputs = sum(count * m * k for count, m, _, k in shapes)
     weights = sum(count * n * k for count, _, n, k in shapes)
     return inputs, weights, sum(count * m * n for count, m, n, _ in shapes)
@@ -578,13 +575,13 @@ def _over_tp(at: LayerModel, hidden_by: float) -> float:
     return exposed(2 * each, hidden_by, at.speed.overlap_tp)
 
 
-def _scales_over_tp(at: LayerModel, mixture: bool) -> tuple[float, float]:
+def _scales_over_tp(at: LayerModel, moe: bool) -> tuple[float, float]:
     """Ranks agree on the scales of FP8 matmuls before these, forward and backward: all of it is waited for."""
     if at.job.stack.name != OURS:
         return 0.0, 0.0
     found = [
         (at.collective("all_reduce", "tp", size), forward, backward)
-        for size, forward, backward in fp8_scales(at.arch, at.plan, round(at.tokens), mixture)
+        for size, forward, backward in fp8_scales(at.arch, at.plan, round(at.tokens), moe)
     ]
     return sum(each * forward for each, forward, _ in found), sum(each * backward for each, _, backward in found)
 
@@ -600,7 +597,7 @@ def _over_cp(at: LayerModel, attention: float, back: bool = False) -> float:
     if plan.cp == 1:
         return 0.0
     if plan.cp_kind == "ring":
-        size = at.tokens * kv_part(arch, plan.tp) * (at.rates.width + (WIDE if back else 0))
+        size = at.tokens * kv_part(arch, plan.tp) * (at.rates.width + (ACCUM_BYTES if back else 0))
         sent = exposed((plan.cp - 1) * at.collective("send", "cp", size), attention, 1.0)
         if not at.speed.torch_ring:
             return sent
@@ -620,7 +617,7 @@ def _rows_per_token(at: LayerModel) -> float:
 
 
 def _over_ep(at: LayerModel, hidden_by: float) -> float:
-    """Rows go to the experts' ranks and come back. Ours go there beside the shared experts' products."""
+    """Rows go to the experts' ranks and come back. Ours go there beside the shared experts' matmuls."""
     if at.plan.ep == 1:
         return 0.0
     size = at.tokens / at.plan.tp * _rows_per_token(at) * at.arch.hidden * at.rates.width
@@ -630,8 +627,8 @@ def _over_ep(at: LayerModel, hidden_by: float) -> float:
         one = min(one, max(across, size / achieved(at.job.cluster.scale_up)))
     if at.job.stack.name != OURS:
         return exposed(2 * one, hidden_by, at.speed.overlap_ep)
-    shared = _dense_products(at, at.arch.shared_experts * at.arch.expert_ffn) if at.arch.shared_experts else ()
-    return one + exposed(one, sum(_product(*shape, at) for shape in shared), 1.0)
+    shared = _dense_matmuls(at, at.arch.shared_experts * at.arch.expert_ffn) if at.arch.shared_experts else ()
+    return one + exposed(one, sum(_matmul(*shape, at) for shape in shared), 1.0)
 
 
 def _once_a_node(at: LayerModel) -> float:
@@ -643,21 +640,21 @@ def _once_a_node(at: LayerModel) -> float:
 def _projection(at: LayerModel) -> PassTimes:
     arch, plan = at.arch, at.plan
     vocab, size = arch.vocab / plan.tp, at.tokens * arch.hidden * at.rates.width
-    logits = moved_seconds(at.tokens * vocab * WIDE * at.speed.logit_passes, at.rates)
+    logits = moved_seconds(at.tokens * vocab * ACCUM_BYTES * at.speed.logit_passes, at.rates)
     logits += moved_seconds(at.tokens * vocab * CAP_PASSES * at.rates.width, at.rates) if arch.logit_softcap else 0.0
     collected = at.collective("all_gather", "tp", size)
     kept = moved_seconds(vocab * arch.hidden * at.adding, at.rates)
-    back = _head_product(at.tokens, arch.hidden, vocab, at) if reaches_projection_input(arch) else 0.0
+    back = _head_matmul(at.tokens, arch.hidden, vocab, at) if reaches_projection_input(arch) else 0.0
     return PassTimes(
         forward=TimeTerms(
-            products=_head_product(at.tokens, vocab, arch.hidden, at), elementwise=logits / 3, tp=collected
+            matmuls=_head_matmul(at.tokens, vocab, arch.hidden, at), elementwise=logits / 3, tp=collected
         ),
-        input=TimeTerms(products=back, elementwise=2 * logits / 3, tp=collected),
-        weight=TimeTerms(products=_head_product(vocab, arch.hidden, at.tokens, at), elementwise=kept)
+        input=TimeTerms(matmuls=back, elementwise=2 * logits / 3, tp=collected),
+        weight=TimeTerms(matmuls=_head_matmul(vocab, arch.hidden, at.tokens, at), elementwise=kept)
         if projects(arch)
         else NOTHING,
     )
 
 
-def _head_product(m: float, n: float, k: float, at: LayerModel) -> float:
-    return product_seconds(m, n, k, at.head) / at.speed.product
+def _head_matmul(m: float, n: float, k: float, at: LayerModel) -> float:
+    return matmul_seconds(m, n, k, at.head) / at.speed.product

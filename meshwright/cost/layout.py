@@ -19,7 +19,7 @@ from meshwright.spec.plan import Plan, Precision
 
 LOW_BYTES = 2  # what a bf16 weight lacks of its fp32 master
 
-Home = Literal["device", "host", "disk"]
+Location = Literal["device", "host", "disk"]
 
 Name = Literal[
     "weights",
@@ -56,15 +56,15 @@ class StateRow(msgspec.Struct, frozen=True):
 
     name: Name
     bytes: int  # of one parameter; of optimizer states that parameters do not have alike, the least
-    home: Home = "device"
+    location: Location = "device"
 
 
 class StateLayout(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True):
     """What a plan's flags and the optimizer's keys mean for the states of a rank."""
 
     rows: tuple[StateRow, ...]
-    narrow: int  # bytes of a number in the arithmetic
-    wide: int  # bytes of a number in sums and updates
+    compute_bytes: int  # of an element in the compute dtype: activations, gathered weights
+    accum_bytes: int  # of one in sums and updates
     # Which weights the arithmetic reads: those that are stored, a copy that is freed after use, or one that stays.
     reads: Literal["stored", "gathered", "resident"]
     # What adds a microbatch's gradients to a sum: nothing, as there is one; autograd, in place; or the trainer.
@@ -76,9 +76,13 @@ class StateLayout(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True):
     optimizer: OptimizerSpec = ADAMW
     state_width: int = 4  # bytes of an element of its states
 
-    def of(self, name: Name, home: Home = "device") -> int:
+    def has(self, name: Name, location: Location) -> bool:
+        """Whether a state is in a place, were it of no bytes there."""
+        return any((row.name, row.location) == (name, location) for row in self.rows)
+
+    def of(self, name: Name, location: Location = "device") -> int:
         """Bytes of one state of a parameter in one place."""
-        return sum(row.bytes for row in self.rows if (row.name, row.home) == (name, home))
+        return sum(row.bytes for row in self.rows if (row.name, row.location) == (name, location))
 
     @property
     def bf16_states(self) -> bool:
@@ -91,9 +95,9 @@ class StateLayout(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True):
         return next((row for row in self.rows if row.name == "states"), None)
 
     @property
-    def hosted(self) -> bool:
+    def cpu_offload(self) -> bool:
         """Whether weights, gradients and optimizer states all live in host memory."""
-        return any((row.name, row.home) == ("weights", "host") for row in self.rows)
+        return self.has("weights", "host")
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +124,7 @@ class ResidentMemory(msgspec.Struct, frozen=True, kw_only=True):
     gathered_at_end: float | None = None  # when the last backward reaches the first block; None: as ever
     copy_stays: bool = False  # the gathered copy is still there at the update, to be rewritten
     outside: float = 0.0  # gathered, of what is outside the blocks: summed last
-    outside_sums: float = 0.0  # its gradient as it came, and wide for the sum; 0: it is not summed as a whole
+    outside_sums: float = 0.0  # its gradient as it came, and in fp32 for the sum; 0: it is not summed as a whole
     update: float = 0.0  # what the optimizer's step makes beside its states
 
     def of(self, name: Name) -> float:
@@ -157,7 +161,7 @@ def layout_of(
 def _layout(
     precision: Precision,
     bf16_params: bool,
-    offload: tuple[Home | Literal["none"], Literal["device", "host"], int],
+    offload: tuple[Location | Literal["none"], Literal["device", "host"], int],
     cpu_offload: bool,
     *,
     alone: bool,
@@ -172,44 +176,44 @@ def _layout(
 
     `outer`: states of replicas that sync rarely. `served`: a parameter server has the optimizer's.
     """
-    home, update, resident_states = offload
+    location, update, resident_states = offload
     master_weights, state_dtype, optimizer = optim
     spec = DESCRIPTIONS[optimizer]
-    narrow = ITEM_BYTES[precision]
-    wide = max(narrow, 4)
+    compute_bytes = ITEM_BYTES[precision]
+    accum_bytes = max(compute_bytes, 4)
     halved = state_dtype == "bf16" and master_weights != "fp32"  # beside bf16 weights
-    width = 2 if halved else wide
+    width = 2 if halved else accum_bytes
     kept = StateRow("moments", spec.state_bytes(width))
-    if home != "none":
-        away = LOW_BYTES + spec.state_bytes(2) if state_dtype == "bf16" else wide + spec.state_bytes(wide)
-        summed = wide if several else narrow
-        found = [StateRow("weights", narrow), StateRow("gradients", summed), StateRow("states", away, home)]
+    if location != "none":
+        rest = LOW_BYTES + spec.state_bytes(2) if state_dtype == "bf16" else accum_bytes + spec.state_bytes(accum_bytes)
+        summed = accum_bytes if several else compute_bytes
+        found = [StateRow("weights", compute_bytes), StateRow("gradients", summed), StateRow("states", rest, location)]
     elif master_weights == "fp32":
-        summed = narrow if bf16_params and not several else wide
+        summed = compute_bytes if bf16_params and not several else accum_bytes
         kept = StateRow("moments", kept.bytes, "host") if served else kept
-        found = [StateRow("weights", wide), StateRow("gradients", summed), kept]
+        found = [StateRow("weights", accum_bytes), StateRow("gradients", summed), kept]
     else:  # sharded gradients are as their weights; a lone rank adds up in fp32
-        summed = wide if bf16_params and several else narrow
+        summed = accum_bytes if bf16_params and several else compute_bytes
         low = [StateRow("master", LOW_BYTES)] if master_weights == "split" else []
-        found = [StateRow("weights", narrow), StateRow("gradients", summed), kept, *low]
-    found += [StateRow("outer_states", outer * wide)] if outer else []
+        found = [StateRow("weights", compute_bytes), StateRow("gradients", summed), kept, *low]
+    found += [StateRow("outer_states", outer * accum_bytes)] if outer else []
     if cpu_offload:  # sums over replicas stay on the device until the last microbatch; nothing else does
         found = [StateRow(row.name, row.bytes, "host") for row in found]
-        found += [StateRow("gradients", wide)] if copied and several else []
-    in_place = alone and bf16_params and (home != "none" or master_weights != "fp32")
+        found += [StateRow("gradients", accum_bytes)] if copied and several else []
+    in_place = alone and bf16_params and (location != "none" or master_weights != "fp32")
     gathers = not alone or bf16_params or cpu_offload or precision in ("bf16", "fp16")
-    unmoved = alone and narrow == wide and not cpu_offload
-    on_device = home == "none" or update == "device"
+    unmoved = alone and compute_bytes == accum_bytes and not cpu_offload
+    on_device = location == "none" or update == "device"
     return StateLayout(
         rows=tuple(found),
-        narrow=narrow,
-        wide=wide,
+        compute_bytes=compute_bytes,
+        accum_bytes=accum_bytes,
         reads="stored" if in_place or not gathers else "resident" if bf16_params else "gathered",
         sums=("by_param" if several else "never") if bf16_params else "in_place" if unmoved else "by_block",
         waits=waits,
         update="device" if on_device and not (cpu_offload or served) else "host",
-        rounds=master_weights != "fp32" or (home != "none" and on_device and state_dtype == "bf16"),
-        resident_states=resident_states if home == "disk" else 0,
+        rounds=master_weights != "fp32" or (location != "none" and on_device and state_dtype == "bf16"),
+        resident_states=resident_states if location == "disk" else 0,
         optimizer=spec,
         state_width=2 if state_dtype == "bf16" else width,
     )

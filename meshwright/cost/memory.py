@@ -28,13 +28,13 @@ from meshwright.cost.activations import (
 from meshwright.cost.job import Job
 from meshwright.cost.layout import LedgerEntry, Name, ResidentMemory, state_layout, total
 from meshwright.cost.rank_view import placement, stage_lengths, still_blocks
-from meshwright.cost.resident import PIECE, SLOTS, buffered, hosted, largest_weight, served, sharded
+from meshwright.cost.resident import PIECE, SLOTS, buffered, host_states, largest_weight, served, sharded
 from meshwright.cost.traffic import FIRST
 from meshwright.hardware.cluster import Cluster
 from meshwright.spec.params import trained
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import Kind, Schedule, actions
-from meshwright.spec.units import GIB, html_table
+from meshwright.spec.units import GIB, gib, html_table
 
 STEADY: tuple[Schedule, ...] = ("1f1b", "interleaved", "zb1p", "zbv", "dualpipev")  # rounds in their middle are alike
 ROUNDS = 4  # microbatches ÷ pp after which a further round shows a rank nothing new
@@ -74,7 +74,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     low: float  # what is measured ÷ what is said here, nine times in ten between these two
     high: float
     published: Literal["allocated", "reserved", "shown"]  # which number the stack's reports print
-    away: OffloadedMemory = NOWHERE  # what it keeps outside its device
+    offloaded: OffloadedMemory = NOWHERE  # what it keeps outside its device
 
     @property
     def allocated(self) -> int:
@@ -118,14 +118,14 @@ class InFlight(msgspec.Struct, frozen=True):
 
     kind: Kind
     stage: int
-    kept: tuple[tuple[int, int], ...]  # of each stage, microbatches whose activations are held
+    saved: tuple[tuple[int, int], ...]  # of each stage, microbatches whose activations are held
     between: tuple[tuple[int, int], ...]  # of each stage, those of them between the halves of their backward
     summing: frozenset[int]  # stages whose gradients exist
 
     def covers(self, other: "InFlight") -> bool:
         """Whether this holds at least what another scene does."""
-        kept, between = dict(self.kept), dict(self.between)
-        return all(kept.get(stage, 0) >= count for stage, count in other.kept) and all(
+        saved, between = dict(self.saved), dict(self.between)
+        return all(saved.get(stage, 0) >= count for stage, count in other.saved) and all(
             between.get(stage, 0) >= count for stage, count in other.between
         )
 
@@ -162,7 +162,7 @@ def ledger(job: Job, place: Mapping[str, int] = FIRST) -> Ledger:
         low=holds.low,
         high=holds.high,
         published=holds.published,
-        away=_offloaded(job, fullest.offloaded, place),
+        offloaded=_offloaded(job, fullest.offloaded, place),
     )
 
 
@@ -183,21 +183,21 @@ def fits(job: Job) -> Fit:
     headroom = int(job.cluster.gpu.memory_bytes) - found.shown
     idle = job.plan.stages.count(0) > WITHOUT_LAYERS
     fullest = found
-    if found.away.host and job.plan.pp > 1:
-        fullest = max((_ledger(job, rank) for rank in _rivals(job.plan)), key=lambda each: each.away.host_bytes)
+    if found.offloaded.host and job.plan.pp > 1:
+        fullest = max((_ledger(job, rank) for rank in _rivals(job.plan)), key=lambda each: each.offloaded.host_bytes)
     beyond = _beyond(job, fullest)
     why = "some pipeline ranks would have nothing to compute" if idle else beyond or _why(found, headroom)
     if headroom < 0 or idle or beyond:
         return Fit(fits=False, headroom_bytes=headroom, ledger=found, why=why)
-    asked = _unstated(job.cluster, fullest.away)
+    asked = _unstated(job.cluster, fullest.offloaded)
     return Fit(fits=None if asked else True, headroom_bytes=headroom, ledger=found, why=why, host_question=asked)
 
 
 def overflows(job: Job, found: Ledger) -> str:
     """The place outside the device in which a rank has too little room, "" if there is none or nobody knows."""
-    if 0 < job.cluster.host_bytes < found.away.host_bytes:
+    if 0 < job.cluster.host_bytes < found.offloaded.host_bytes:
         return "host"
-    return "disk" if 0 < job.cluster.disk_bytes < found.away.disk_bytes else ""
+    return "disk" if 0 < job.cluster.disk_bytes < found.offloaded.disk_bytes else ""
 
 
 @lru_cache(maxsize=4096)
@@ -221,17 +221,18 @@ def _beyond(job: Job, found: Ledger) -> str:
     if not where:
         return ""
     on_host = where == "host"
-    lines, have = (found.away.host, job.cluster.host_bytes) if on_host else (found.away.disk, job.cluster.disk_bytes)
-    said = ", ".join(f"{line.label} {line.bytes / GIB:.1f}" for line in lines)
+    lines = found.offloaded.host if on_host else found.offloaded.disk
+    have = job.cluster.host_bytes if on_host else job.cluster.disk_bytes
+    said = ", ".join(f"{line.label} {gib(line.bytes)}" for line in lines)
     place = "host RAM" if on_host else "disk"
-    return f"needs {total(lines) / GIB:.1f} GiB of {place} per GPU; there are {have / GIB:.1f} ({said})"
+    return f"needs {gib(total(lines))} GiB of {place} per GPU; there are {gib(have)} ({said})"
 
 
-def _unstated(cluster: Cluster, away: OffloadedMemory) -> str | None:
+def _unstated(cluster: Cluster, offloaded: OffloadedMemory) -> str | None:
     """The question whether there is room outside the device of which the cluster says nothing; None: it says enough."""
     places = (
-        ("host memory", "host_gib", away.host_bytes, cluster.host_bytes),
-        ("disk", "disk_gib", away.disk_bytes, cluster.disk_bytes),
+        ("host memory", "host_gib", offloaded.host_bytes, cluster.host_bytes),
+        ("disk", "disk_gib", offloaded.disk_bytes, cluster.disk_bytes),
     )
     unsaid = [(place, key, math.ceil(size / GIB)) for place, key, size, room in places if size and not room]
     if not unsaid:
@@ -250,8 +251,8 @@ def _why(found: Ledger, headroom: int) -> str:
     """Why the device has, or has not, enough memory."""
     fullest = max(found.lines, key=lambda line: line.bytes)
     where = f"the {found.role} pipeline rank" if found.role != "only" else "a rank"
-    amount = f"{abs(headroom) / GIB:.1f} GiB {'of headroom' if headroom >= 0 else 'short'}"
-    largest = f"the largest entry is {fullest.label}, {fullest.bytes / GIB:.1f} GiB"
+    amount = f"{gib(abs(headroom))} GiB {'of headroom' if headroom >= 0 else 'short'}"
+    largest = f"the largest entry is {fullest.label}, {gib(fullest.bytes)} GiB"
     return f"{where} peaks at {found.moment}, {amount}; {largest}"
 
 
@@ -259,20 +260,20 @@ def _offloaded(job: Job, activations: float, place: Mapping[str, int] = FIRST) -
     """Of a rank whose microbatches in flight have offloaded so many bytes of activations."""
     layout = state_layout(job)
     host, disk = [*served(job, place)], []
-    if layout.hosted:
+    if layout.cpu_offload:
         host = [*_on_host(_state_job(job), tuple(place.items())), *host]
     if activations:
         why = "saved activations, offloaded until the backward"
         host.append(LedgerEntry(name="activations", bytes=round(activations), why=why))
     if (states := layout.offloaded) is not None:
         whole = sum(param.numel for param in trained(job.arch)) * states.bytes
-        near = whole if states.home == "host" else min(layout.resident_states, whole)
+        near = whole if states.location == "host" else min(layout.resident_states, whole)
         why = f"fp32 master weights and optimizer states, {states.bytes} bytes per parameter"
         host.append(LedgerEntry(name="states", bytes=near, why=why))
         disk.append(LedgerEntry(name="states", bytes=whole - near, why=why))
         # Pieces on their way, as optim/host_memory.py counts them: from files, and gradients and weights to the host.
-        fetched = states.bytes if states.home == "disk" else 0
-        travelling = 2 * layout.wide if layout.update == "host" else 0
+        fetched = states.bytes if states.location == "disk" else 0
+        travelling = 2 * layout.accum_bytes if layout.update == "host" else 0
         size = SLOTS * min(PIECE, largest_weight(job.arch)) * (fetched + travelling)
         why = "transfer buffers of states, gradients and weights"
         host.append(LedgerEntry(name="pieces", bytes=size, why=why))
@@ -289,9 +290,9 @@ def peak(job: Job, place: Mapping[str, int]) -> PeakMoment:
         work=work,
         rest=_resident(_state_job(job), tuple(sorted(place.items()))),
         parts=parts,
-        output=work.narrow / work.wide if job.plan.pp > 1 and holds.states != "buffers" else 0.0,
-        narrowed=work.narrow / work.wide,
-        before=logits / work.wide * holds.logits_left if job.plan.grad_accum > 1 else 0.0,
+        output=work.compute_bytes / work.accum_bytes if job.plan.pp > 1 and holds.states != "buffers" else 0.0,
+        cast=work.compute_bytes / work.accum_bytes,
+        before=logits / work.accum_bytes * holds.logits_left if job.plan.grad_accum > 1 else 0.0,
     )
     resting = {name: round(size) for name, size, _ in rank.rest.lines}
     total = sum(resting.values())
@@ -310,7 +311,7 @@ def peak(job: Job, place: Mapping[str, int]) -> PeakMoment:
     )
     offloaded = max(
         (
-            sum(rank.parts[stage].offloaded * count for stage, count in then.scene.kept)
+            sum(rank.parts[stage].offloaded * count for stage, count in then.scene.saved)
             for then in moments
             if rank.work.offloads and then.scene
         ),
@@ -329,7 +330,7 @@ class _RankMoments(msgspec.Struct, frozen=True, kw_only=True):
     rest: ResidentMemory
     parts: Mapping[int, SavedActivations]  # what a microbatch keeps, by stage
     output: float  # of its logits, what torch's pipeline holds from the last stage's forward to its backward
-    narrowed: float  # what is left of log-probabilities between the halves of a backward: the logits' gradient, narrow
+    cast: float  # what is left of log-probabilities between the halves of a backward: the logits' gradient, cast down
     before: float  # logits of the microbatch before, where something still holds them
 
 
@@ -367,7 +368,7 @@ def _resident(job: Job, key: tuple[tuple[str, int], ...]) -> ResidentMemory:
 @lru_cache(maxsize=4096)
 def _on_host(job: Job, key: tuple[tuple[str, int], ...]) -> tuple[LedgerEntry, ...]:
     """What a rank's host holds of the states whatever the moment."""
-    return hosted(job.arch, job.plan, dict(key), state_layout(job))
+    return host_states(job.arch, job.plan, dict(key), state_layout(job))
 
 
 def _parts(job: Job, rank: int) -> dict[int, SavedActivations]:
@@ -380,9 +381,9 @@ def _parts(job: Job, rank: int) -> dict[int, SavedActivations]:
     found = {}
     for stage, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
         if ranks[stage] == rank:
-            mixtures = tuple(arch.is_moe(layer) for layer in range(end - length, end))
+            is_moe = tuple(arch.is_moe(layer) for layer in range(end - length, end))
             still = min(max(still_blocks(arch) - (end - length), 0), length)
-            found[stage] = saved_activations(work, mixtures, stage == last, blocks, still)
+            found[stage] = saved_activations(work, is_moe, stage == last, blocks, still)
     return found
 
 
@@ -434,7 +435,7 @@ def _backward(rank: _RankMoments, scene: InFlight) -> Iterator[_Instant]:
         sums: Lines = {"all_gathered_params": rest.outside, "reduce_buffers": rest.outside_sums}
         yield _Instant("the reduction of embedding and output gradients", scene, after | ended | sums)
     if rank.job.arch.embeds_at_both_ends and plan.pp == 1:
-        table = rank.work.vocab * rank.work.arch.hidden / rank.work.tp * rank.work.narrow
+        table = rank.work.vocab * rank.work.arch.hidden / rank.work.tp * rank.work.compute_bytes
         gone: Lines = {"activations": left - part.first_run, "recompute": 0}
         # The lookup's gradient, and its sum with the projection's, or with that of the other lookup, which waited.
         gone["activation_grads"] = 3 * waiting or 2 * table
@@ -449,26 +450,25 @@ def _looked_up_first(rank: _RankMoments) -> float:
     """
     if not rank.job.arch.mtp_layers or rank.job.plan.pp > 1 or not rank.job.arch.trains("embed.weight"):
         return 0.0
-    return float(rank.work.vocab * rank.work.arch.hidden * rank.work.narrow)
+    return float(rank.work.vocab * rank.work.arch.hidden * rank.work.compute_bytes)
 
 
 def _flying(rank: _RankMoments, scene: InFlight) -> Lines:
     """What microbatches in flight have left on a rank."""
     parts = rank.parts
-    activations = sum(parts[stage].activations * count for stage, count in scene.kept)
+    activations = sum(parts[stage].activations * count for stage, count in scene.saved)
     activations += sum((parts[stage].between + parts[stage].offloaded) * count for stage, count in scene.between)
     # Of offloaded activations some are still here, or here again: a stage at work has two blocks, and while it goes
     # back the last one of a later forward, which has not left yet.
     activations += sum(
         parts[stage].pair + parts[stage].largest * (held > 1) if stage == scene.stage else parts[stage].largest
-        for stage, held in scene.kept
+        for stage, held in scene.saved
         if held
     )
     halved = dict(scene.between)
     logits = sum(
-        parts[stage].logits
-        * ((1 + rank.output) * (count - halved.get(stage, 0)) + rank.narrowed * halved.get(stage, 0))
-        for stage, count in scene.kept
+        parts[stage].logits * ((1 + rank.output) * (count - halved.get(stage, 0)) + rank.cast * halved.get(stage, 0))
+        for stage, count in scene.saved
     )
     found: Lines = {"activations": activations, "logits": logits + rank.before}
     if rank.rest.buffered:
@@ -487,7 +487,7 @@ def _moment_words(job: Job, then: _Instant) -> str:
         return then.words
     if job.plan.pp == 1:
         return f"{then.words} of {'the last' if job.plan.grad_accum > 1 else 'the'} microbatch"
-    flying = sum(count for _, count in then.scene.kept)
+    flying = sum(count for _, count in then.scene.saved)
     return f"{then.words}, stage {then.scene.stage}, {flying} microbatch{'es' * (flying != 1)} in flight"
 
 

@@ -1,6 +1,6 @@
 """Seconds of what a step is made of: single kernels, and single collectives over the links that a group really spans.
 
-product    = the larger of its work in tiles and the traffic of its matrices;  attention = operations ÷ its rate
+matmul     = the larger of its work in tiles and the traffic of its matrices;  attention = operations ÷ its rate
 collective = latency + the bytes that pass a rank ÷ the bandwidth of its slowest link
 """
 
@@ -15,8 +15,8 @@ from meshwright.hardware.stacks import Efficiency
 from meshwright.spec.plan import Arithmetic, Plan
 
 HALF = 0.5  # of all pairs of positions a causal kernel computes
-BACKWARD_ATTENTION = 2.5  # the backward of fused attention has five products where the forward has two
-NARROW = 2  # bytes of a number in the arithmetic of a product; fp8 is made from it and returns it
+BACKWARD_ATTENTION = 2.5  # the backward of fused attention has five matmuls where the forward has two
+LOW_BYTES = 2  # of an element in the arithmetic of a matmul; fp8 is made from it and returns it
 WIDE = ("fp32", "tf32", "fp64")  # precisions of four bytes or more
 
 
@@ -24,8 +24,8 @@ class Rates(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True):
     """What kernels of one precision reach on one accelerator."""
 
     peak: float  # operations a second of the data sheet
-    product: float  # operations a second of large products
-    product_back: float  # and of those of gradients, which may accumulate otherwise
+    matmul: float  # operations a second of large matmuls
+    matmul_back: float  # and of those of gradients, which may accumulate otherwise
     wave: float
     depth: float
     forward: float  # operations a second of fused attention
@@ -41,13 +41,13 @@ class Rates(msgspec.Struct, frozen=True, cache_hash=True, kw_only=True):
 def rates(gpu: Gpu, efficiency: Efficiency, precision: Arithmetic, exact_fp8: bool = False) -> Rates:
     """The data sheet, as far as kernels reach it; `exact_fp8`: matmuls of gradients accumulate in fp32."""
     peak = peak_of(gpu, precision)
-    attention = peak_of(gpu, "bf16") if precision == "fp8" else peak  # attention stays in bf16 beside fp8 products
+    attention = peak_of(gpu, "bf16") if precision == "fp8" else peak  # attention stays in bf16 beside fp8 matmuls
     share = efficiency.product_fp8 or efficiency.product if precision == "fp8" else efficiency.product
     back = share * efficiency.fp8_exact if precision == "fp8" and exact_fp8 else share
     return Rates(
         peak=peak,
-        product=peak * share,
-        product_back=peak * back,
+        matmul=peak * share,
+        matmul_back=peak * back,
         wave=efficiency.wave,
         depth=efficiency.depth,
         forward=attention * efficiency.attention_forward,
@@ -56,7 +56,7 @@ def rates(gpu: Gpu, efficiency: Efficiency, precision: Arithmetic, exact_fp8: bo
         bandwidth=gpu.bandwidth * efficiency.memory,
         kernel_seconds=efficiency.kernel_seconds,
         variation=efficiency.variation,
-        width=4 if precision in WIDE else NARROW,
+        width=4 if precision in WIDE else LOW_BYTES,
     )
 
 
@@ -68,15 +68,15 @@ def peak_of(gpu: Gpu, precision: Arithmetic) -> float:
     return next((peak for each in order.get(precision, ()) if (peak := gpu.peak(each))), gpu.fp32)
 
 
-def product_seconds(m: float, n: float, k: float, at: Rates, back: bool = False) -> float:
-    """Time of an (m, k) by (k, n) product: its work in tiles, or the traffic of its matrices if that is more."""
-    work = 2 * (m * n + at.wave) * (k + at.depth) / (at.product_back if back else at.product)
+def matmul_seconds(m: float, n: float, k: float, at: Rates, back: bool = False) -> float:
+    """Time of an (m, k) by (k, n) matmul: its work in tiles, or the traffic of its matrices if that is more."""
+    work = 2 * (m * n + at.wave) * (k + at.depth) / (at.matmul_back if back else at.matmul)
     moved = at.width * (m * k + k * n + m * n) / at.bandwidth
     return max(work, moved, at.kernel_seconds)
 
 
 def attention_flops(pairs: float, q_width: float) -> float:
-    """Operations of the two products of a forward over `pairs` of positions."""
+    """Operations of the two matmuls of a forward over `pairs` of positions."""
     return 2 * 2 * pairs * q_width
 
 

@@ -35,19 +35,19 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
         return self.sequence // self.plan.cp
 
     @property
-    def stream(self) -> int:
-        """Numbers in the hidden states of one microbatch, whole over tp."""
+    def hidden_states(self) -> int:
+        """Elements of the hidden states of one microbatch, whole over tp."""
         return self.plan.microbatch * self.positions * self.arch.hidden
 
     @property
-    def narrow(self) -> int:
-        """Bytes of a number in the arithmetic: activations and gathered weights."""
+    def compute_bytes(self) -> int:
+        """Bytes of an element in the compute dtype: activations and gathered weights."""
         return ITEM_BYTES[self.plan.precision]
 
     @property
-    def wide(self) -> int:
-        """Bytes of a number where low precision would spoil it: gradients' sums, losses, routers."""
-        return max(self.narrow, 4)
+    def accum_bytes(self) -> int:
+        """Bytes of an element where low precision would spoil it: gradients' sums, losses, routers."""
+        return max(self.compute_bytes, 4)
 
     @property
     def cuts_rows_only(self) -> bool:
@@ -71,14 +71,14 @@ class RecomputedBlocks(msgspec.Struct, frozen=True, kw_only=True):
 
     cut_short: int  # runs of them, computed together, whose output nobody needs: but for what norms read
     dense: int
-    mixtures: int
-    normed_mixtures: int  # of these, those whose output a norm of the block reads
+    moe: int
+    normed_moe: int  # of these, those whose output a norm of the block reads
     by_operation: bool  # what collectives returned is kept, where they return anything
     to_the_end: bool  # even what nobody needs: the output of a run
 
     @property
     def layers(self) -> int:
-        return self.dense + self.mixtures
+        return self.dense + self.moe
 
 
 class GradFlow(NamedTuple):
@@ -101,7 +101,7 @@ class StageLayers(msgspec.Struct, frozen=True, kw_only=True):
     stage: int
     begin: int  # its first layer
     dense: int  # layers without experts
-    mixtures: int  # layers with them
+    moe: int  # MoE layers
     first: bool  # begins the model: embedding and positions
     last: bool  # ends it: norm, projection, loss
     recomputed: RecomputedBlocks  # of its layers, those that the backward computes once more
@@ -109,7 +109,7 @@ class StageLayers(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layers(self) -> int:
-        return self.dense + self.mixtures
+        return self.dense + self.moe
 
 
 class ParamGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,26 +161,26 @@ def _parts(
     for stage, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
         if ranks[stage] != rank:
             continue
-        layers, mixtures, recomputed_mixtures = range(end - length, end), 0, list[int]()
+        layers, moe, recomputed_moe = range(end - length, end), 0, list[int]()
         runs = policy.runs(length, arch.looks_ahead(end - 1))
         runs = [run for run in runs if grad_flow(arch)[layers[run[-1]]].out]  # others have no backward
         if arch.experts:
-            mixtures = sum(map(arch.is_moe, layers))
-            recomputed_mixtures = [layer for run in runs for number in run if arch.is_moe(layer := layers[number])]
+            moe = sum(map(arch.is_moe, layers))
+            recomputed_moe = [layer for run in runs for number in run if arch.is_moe(layer := layers[number])]
         found.append(
             StageLayers(
                 stage=stage,
                 begin=end - length,
-                dense=length - mixtures,
-                mixtures=mixtures,
+                dense=length - moe,
+                moe=moe,
                 first=stage == 0,
                 last=stage == len(ranks) - 1,
                 flow=grad_flow(arch)[end - length : end],
                 recomputed=RecomputedBlocks(
                     cut_short=sum(not arch.ends_in_norm and not arch.looks_ahead(layers[run[-1]]) for run in runs),
-                    dense=sum(map(len, runs)) - len(recomputed_mixtures),
-                    mixtures=len(recomputed_mixtures),
-                    normed_mixtures=sum(arch.ends_in_norm or arch.looks_ahead(layer) for layer in recomputed_mixtures),
+                    dense=sum(map(len, runs)) - len(recomputed_moe),
+                    moe=len(recomputed_moe),
+                    normed_moe=sum(arch.ends_in_norm or arch.looks_ahead(layer) for layer in recomputed_moe),
                     by_operation=policy.by_operation,
                     to_the_end=policy.to_the_end,
                 ),
@@ -310,7 +310,7 @@ def share(size: int, ranks: int, rank: int) -> int:
 
 @cache
 def _kinds(arch: Arch) -> tuple[int, ...]:
-    """For every layer the first one whose weights are alike but for their names: a mixture or not, frozen or not."""
+    """For every layer the first one whose weights are alike but for their names: MoE or not, frozen or not."""
     trains, first = dict[int, list[bool]](), dict[tuple[bool, bool, tuple[bool, ...]], int]()
     for param in params(arch) if arch.tuning is not msgspec.UNSET else ():
         trains.setdefault(param.layer, []).append(param.trained)

@@ -18,7 +18,7 @@ import msgspec
 
 from meshwright.cost.activations import padded_vocab
 from meshwright.cost.job import Job
-from meshwright.cost.layout import Home, LedgerEntry, Name, ResidentMemory, StateLayout, layout_of, state_layout
+from meshwright.cost.layout import LedgerEntry, Location, Name, ResidentMemory, StateLayout, layout_of, state_layout
 from meshwright.cost.matrices import matrix_teams
 from meshwright.cost.rank_view import (
     ParamGroup,
@@ -102,7 +102,7 @@ def _reference(view: RankView) -> Iterator[LedgerEntry]:
         return
     copied = msgspec.structs.replace(view, arch=view.arch.reference)
     among = f"sharded over {view.plan.shards} ranks" if view.plan.shards > 1 else "not sharded"
-    why = f"a frozen copy of all weights, {view.narrow} bytes each, {among}"
+    why = f"a frozen copy of all weights, {view.compute_bytes} bytes each, {among}"
     yield LedgerEntry(name="reference", bytes=sum(_frozen_bytes(each, copied) for each in groups(copied)), why=why)
 
 
@@ -116,13 +116,13 @@ def feedback_bytes(group: ParamGroup, view: RankView) -> int:
     if plan.powersgd:
         found = [(param, factors(param.shape, plan.powersgd)) for param in group.params]
         seconds = sum(each.second for _, each in found if each)
-        return group.count * (seconds + plan.error_feedback * sum(param.numel for param, _ in found)) * view.wide
+        return group.count * (seconds + plan.error_feedback * sum(param.numel for param, _ in found)) * view.accum_bytes
     if plan.grad_reduce == "default" or not plan.error_feedback:
         return 0
     to_shards = shards * _all_elements(group, view) if shards > 1 else 0
     to_shards += plan.shard_nodes * _all_elements(group, view)
     to_replicas = (copies + 1) * _all_elements(group, view, copies) if copies > 1 else 0
-    return group.count * (to_shards + to_replicas) * view.wide
+    return group.count * (to_shards + to_replicas) * view.accum_bytes
 
 
 def _all_elements(group: ParamGroup, view: RankView, parts: int = 1) -> int:
@@ -138,12 +138,12 @@ def _why_owed(plan: Plan) -> str:
     return f"what rounding took from {', and from '.join(whose)}"
 
 
-def hosted(
+def host_states(
     arch: Arch, plan: Plan, place: Mapping[str, int] = FIRST, layout: StateLayout | None = None
 ) -> tuple[LedgerEntry, ...]:
     """What one rank's host holds of them where weights live there: what stays from step to step, and the sums."""
     layout = layout or layout_of(plan)
-    if not layout.hosted:
+    if not layout.cpu_offload:
         return ()
     view = RankView(arch=arch, plan=plan, sequence=0, place=place)
     return tuple(line for line in _resident(layout, "host", tuple(groups(view)), view) if line.bytes)
@@ -163,10 +163,10 @@ def served(job: Job, place: Mapping[str, int] = FIRST) -> tuple[LedgerEntry, ...
     states, rows = layout.of("moments", "host"), f"of this rank's rows, 1 of {plan.replicate} servers"
     moving = (plan.staleness + 1) * (sum(elements) + plan.replicate * mine) + 2 * plan.replicate * max(elements)
     return (
-        LedgerEntry(name="weights", bytes=mine * layout.wide, why=f"fp32 master copy {rows}"),
+        LedgerEntry(name="weights", bytes=mine * layout.accum_bytes, why=f"fp32 master copy {rows}"),
         LedgerEntry(name="moments", bytes=mine * states, why=f"{layout.optimizer.held}, {rows}"),
         LedgerEntry(
-            name="pieces", bytes=moving * layout.wide, why="gradients pushed and not yet used, weights to pull"
+            name="pieces", bytes=moving * layout.accum_bytes, why="gradients pushed and not yet used, weights to pull"
         ),
     )
 
@@ -186,9 +186,9 @@ def sharded(job: Job, place: Mapping[str, int]) -> ResidentMemory:
     frees = plan.zero == 3 and plan.pp == 1 and layout.reads != "resident"
     outside_sums = 0  # the gradient as it came, its copy in the precision of sums, and the part that leaves
     if layout.sums == "by_block" and plan.pp == 1:
-        leaving = summed * view.wide // plan.shards if layout.hosted else 0
-        outside_sums = summed * (view.narrow + view.wide) + leaving
-    resides = any((row.name, row.home) == ("moments", "device") for row in layout.rows)
+        leaving = summed * view.accum_bytes // plan.shards if layout.cpu_offload else 0
+        outside_sums = summed * (view.compute_bytes + view.accum_bytes) + leaving
+    resides = layout.has("moments", "device")
     updated = sum(updated_elements(group, view) for group in groups(view)) if resides else 0
     largest = max(param.numel for param in trained(job.arch)) // plan.shards
     slots = 0  # for pieces of states on their way to an update on the device
@@ -238,7 +238,7 @@ def decoded_bytes(view: RankView) -> tuple[int, bool]:
         if is_multiplied_as_held(param, plan) and not has_row_norms(param, arch):
             found.append((elements, False))
         else:
-            found.append((elements * view.narrow + min(elements, DECODED_CHUNK) * DECODED_BYTES, True))
+            found.append((elements * view.compute_bytes + min(elements, DECODED_CHUNK) * DECODED_BYTES, True))
     return max(found)
 
 
@@ -251,7 +251,7 @@ def sync_bytes(view: RankView) -> int:
     """What replicas that sync rarely make on the device for the largest of their buckets, when it is synced.
 
     Its delta, and the same as one tensor for the collective. In few bits: the delta, the sum and what is added to it,
-    one weight as its codes become numbers, what all replicas have sent, and this one's own message, which the
+    one weight as it is dequantized, what all replicas have sent, and this one's own message, which the
     collective may let go of only later.
     """
     plan = view.plan
@@ -260,10 +260,11 @@ def sync_bytes(view: RankView) -> int:
     each = [msgspec.structs.replace(group, count=1) for group in groups(view)]
     if plan.outer_quant == "none":
         copies = 2 if outer_states(plan) else 1
-        return copies * max(updated_elements(group, view) for group in each) * view.wide
+        return copies * max(updated_elements(group, view) for group in each) * view.accum_bytes
     return max(
-        SYNC_COPIES * updated_elements(group, view) * view.wide
-        + max(updated_elements(msgspec.structs.replace(group, params=(one,)), view) for one in group.params) * view.wide
+        SYNC_COPIES * updated_elements(group, view) * view.accum_bytes
+        + max(updated_elements(msgspec.structs.replace(group, params=(one,)), view) for one in group.params)
+        * view.accum_bytes
         + (plan.parts + 1) * quantized_bytes(group, view)
         + (updated_elements(group, view) if plan.outer_quant == "int4" else 0)  # its codes, a byte each
         for group in each
@@ -280,8 +281,8 @@ def sign_bytes(view: RankView, temporaries: int) -> int:
     for group in groups(view):
         sizes = [param.numel for param in group.params]
         rows = replicas * sum(chunk_length(size, replicas) for size in sizes)
-        made = max((2 * view.wide + 2) * rows, temporaries * view.wide * max(sizes))
-        found.append(2 * view.wide * rows + made + 4 * replicas * packed_bytes(sizes, replicas))
+        made = max((2 * view.accum_bytes + 2) * rows, temporaries * view.accum_bytes * max(sizes))
+        found.append(2 * view.accum_bytes * rows + made + 4 * replicas * packed_bytes(sizes, replicas))
     return max(found)
 
 
@@ -289,12 +290,12 @@ def buffered(job: Job, place: Mapping[str, int]) -> ResidentMemory:
     """Weights and one gradient buffer for the whole step; the optimizer's copy and moments, from zero 1 in shares."""
     holds, plan = job.stack.holds, job.plan
     rest, experts = parameters(job.arch, plan, padded_vocab(job), place.get("pp", 0))
-    numbers = rest + experts
+    elements = rest + experts
     data = plan.replicate * plan.shard * plan.cp
     shared = rest / data + experts / max(data // plan.ep, 1)  # an expert's copies are on fewer ranks
-    moved = shared if plan.zero else numbers
-    kept = shared if plan.zero == 3 else numbers
-    summed = shared if plan.zero >= 2 else numbers
+    moved = shared if plan.zero else elements
+    kept = shared if plan.zero == 3 else elements
+    summed = shared if plan.zero >= 2 else elements
     spec, usual = DESCRIPTIONS[job.optimizer], min(ADAMW.state_bytes(4), holds.optimizer_bytes)
     table = params(job.arch)
     moments = usual * spec.total_bytes(table, 4) / ADAMW.total_bytes(table, 4)  # a stack's figures are of AdamW
@@ -312,7 +313,7 @@ def buffered(job: Job, place: Mapping[str, int]) -> ResidentMemory:
             ("all_gathered_params", 0, "all-gathered inputs whose memory cannot be reused at once"),
             *IN_FLIGHT,
             ("logits", 0, "of the loss, forward and backward"),
-            ("reduce_buffers", holds.bucket_bytes * numbers * (data > 1), "buckets in which gradients are reduced"),
+            ("reduce_buffers", holds.bucket_bytes * elements * (data > 1), "buckets in which gradients are reduced"),
             ("update", 0, "temporaries of the optimizer step"),
             ("workspace", holds.workspace_bytes, "of cuBLAS and other libraries"),
         ),
@@ -367,47 +368,49 @@ def rounding_bytes(layout: StateLayout, largest: int) -> int:
     if layout.optimizer.quantized:
         copies += QUANTIZED_COPIES * len(layout.optimizer.states)
     makes = layout.rounds or layout.optimizer.quantized
-    return copies * ROUNDING_BYTES * min(PIECE, largest) if makes and not layout.hosted else 0
+    return copies * ROUNDING_BYTES * min(PIECE, largest) if makes and not layout.cpu_offload else 0
 
 
 def unfused_bytes(layout: StateLayout, largest: int) -> int:
     """What an update without a fused kernel makes on the device while it is at the largest weight."""
     if layout.update == "host" or (layout.rounds and not layout.optimizer.whole):
         return 0
-    own = layout.optimizer.temporaries * layout.wide * largest
+    own = layout.optimizer.temporaries * layout.accum_bytes * largest
     if not layout.rounds or (layout.optimizer.has_kernel and layout.of("master")):
         return own
     if layout.of("master"):
-        return own + SPLIT_COPIES * layout.wide * largest
-    return own + layout.wide * (WIDENED_COPIES * largest + DRAW_COPIES * min(PIECE, largest))
+        return own + SPLIT_COPIES * layout.accum_bytes * largest
+    return own + layout.accum_bytes * (WIDENED_COPIES * largest + DRAW_COPIES * min(PIECE, largest))
 
 
 def matrix_bytes(layout: StateLayout, view: RankView) -> int:
     """Gathered matrices, those on their way and what they are multiplied with: one team is at work at a time."""
     teams = matrix_teams(view) if layout.optimizer.orthogonalizes else ()
-    return max((team.peak_elements(view.cuts_rows_only) for team in teams), default=0) * layout.narrow
+    return max((team.peak_elements(view.cuts_rows_only) for team in teams), default=0) * layout.compute_bytes
 
 
-def _resident(layout: StateLayout, home: Home, held: tuple[ParamGroup, ...], view: RankView) -> tuple[LedgerEntry, ...]:
-    """The rows of one home as bytes of a rank: weights and gradients padded, the others not."""
+def _resident(
+    layout: StateLayout, location: Location, held: tuple[ParamGroup, ...], view: RankView
+) -> tuple[LedgerEntry, ...]:
+    """The rows of one location as bytes of a rank: weights and gradients padded, the others not."""
     stored = sum(_stored(group.trained, view) for group in held)
     updated = sum(updated_elements(group, view) for group in held)
     sizes = {
-        row.name: (stored if row.name in ("weights", "gradients") else updated) * layout.of(row.name, home)
+        row.name: (stored if row.name in ("weights", "gradients") else updated) * layout.of(row.name, location)
         for row in layout.rows
     }
     frozen = sum(_frozen_bytes(group, view) for group in held)
-    if any((row.name, row.home) == ("weights", home) for row in layout.rows):
+    if layout.has("weights", location):
         sizes["weights"] += frozen
-    if not layout.optimizer.is_elementwise and any((row.name, row.home) == ("moments", home) for row in layout.rows):
+    if not layout.optimizer.is_elementwise and layout.has("moments", location):
         sizes["moments"] = sum(_state_bytes(group, view, layout) for group in held)
     some: tuple[Name, ...] = ("master", "outer_states")
-    names: tuple[Name, ...] = ("weights", "gradients", "moments", *(name for name in some if layout.of(name, home)))
+    names: tuple[Name, ...] = ("weights", "gradients", "moments", *(name for name in some if layout.of(name, location)))
     return tuple(
         LedgerEntry(
             name=name,
             bytes=sizes.get(name, 0),
-            why=_why(name, layout, home, view.plan)
+            why=_why(name, layout, location, view.plan)
             + (_frozen_why(layout, view) if name == "weights" and frozen else ""),
         )
         for name in names
@@ -418,12 +421,12 @@ def _frozen_why(layout: StateLayout, view: RankView) -> str:
     """What is said of weights that are frozen."""
     share = 1 - sum(param.numel for param in trained(view.arch)) / count(view.arch)
     if view.arch.adapter.held == "bf16":
-        return f"; {share:.1%} are frozen, at {layout.narrow} bytes each"
-    each = frozen_bytes(view.arch, layout.narrow) / (share * count(view.arch))
+        return f"; {share:.1%} are frozen, at {layout.compute_bytes} bytes each"
+    each = frozen_bytes(view.arch, layout.compute_bytes) / (share * count(view.arch))
     return f"; {share:.1%} are frozen, matrices of blocks in {view.arch.adapter.held.upper()}: {each:.2f} bytes each"
 
 
-def _why(name: Name, layout: StateLayout, home: Home, plan: Plan) -> str:
+def _why(name: Name, layout: StateLayout, location: Location, plan: Plan) -> str:
     """The dtype of a state, among how many ranks it is sharded, or where it is instead."""
     among = f"sharded over {plan.shards} ranks" if plan.shards > 1 else "not sharded"
     spec = layout.optimizer
@@ -432,13 +435,13 @@ def _why(name: Name, layout: StateLayout, home: Home, plan: Plan) -> str:
         return f"the weights as last synced{momentum}, {among}"
     if name == "moments" and plan.is_served:
         return "none: the parameter servers on the hosts have them"
-    size = layout.state_width if name == "moments" else layout.of(name, home)
+    size = layout.state_width if name == "moments" else layout.of(name, location)
     dtype = {0: "", 2: plan.precision if plan.precision == "fp16" else "bf16", 4: "fp32", 8: "fp64"}[size]
-    elsewhere = layout.hosted and home == "device"
-    files = {"host": "host memory", "disk": "files"}.get(layout.offloaded.home if layout.offloaded else "", "")
+    is_elsewhere = layout.cpu_offload and location == "device"
+    files = {"host": "host memory", "disk": "files"}.get(layout.offloaded.location if layout.offloaded else "", "")
     if name == "master":
         return f"the 16 low bits of the fp32 master weights, {among}"
-    if name == "gradients" and elsewhere:
+    if name == "gradients" and is_elsewhere:
         waits = f"{dtype}, {among}, until the last microbatch is reduced over replicas"
         return waits if size else "each block's are offloaded to host memory once reduced"
     if name == "gradients":
@@ -452,8 +455,8 @@ def _why(name: Name, layout: StateLayout, home: Home, plan: Plan) -> str:
             if spec.is_elementwise or spec.quantized or plan.shards == 1
             else f"those of a rank's shards, over {plan.shards} ranks"
         )
-        return f"{spec.held} {kept}" if elsewhere or files else f"{spec.held}, {dtype}, {shares}"
-    if elsewhere:
+        return f"{spec.held} {kept}" if is_elsewhere or files else f"{spec.held}, {dtype}, {shares}"
+    if is_elsewhere:
         return "in host memory"
     if files:
         return f"{dtype}, {among}: the fp32 master weights are in {files}"
@@ -470,7 +473,7 @@ def _frozen_bytes(group: ParamGroup, view: RankView) -> int:
     """Bytes of a rank's shard of what is frozen."""
     _, shards = grid(group, view.plan)
     return group.count * sum(
-        padded(local_shape(param, view), shards) // shards * (param.item or view.narrow)
+        padded(local_shape(param, view), shards) // shards * (param.item or view.compute_bytes)
         for param in group.params
         if not param.trained
     )
@@ -491,15 +494,15 @@ def _state_bytes(group: ParamGroup, view: RankView, layout: StateLayout) -> int:
 def _unsummed(held: Iterable[ParamGroup], view: RankView, layout: StateLayout) -> int:
     """The most bytes that gradients take while a later microbatch will add to them."""
     if view.plan.pp == 1:
-        return sum(_unscattered(group, view) for group in held) * view.wide if layout.waits else 0
+        return sum(_unscattered(group, view) for group in held) * view.accum_bytes if layout.waits else 0
     whole, shard = Counter[int](), Counter[int]()
     for group in held:
         whole[group.stage] += _unscattered(group, view)
         shard[group.stage] += _stored(group.trained, view)
     return max(
-        (sum(whole[stage] for stage in then.wide) + sum(shard[stage] for stage in then.summed)) * view.wide
-        + sum(whole[stage] for stage in then.narrow) * view.narrow
-        for then in _waiting(*_order(view.plan), view.at("pp"), view.narrow < view.wide)
+        (sum(whole[stage] for stage in then.in_fp32) + sum(shard[stage] for stage in then.summed)) * view.accum_bytes
+        + sum(whole[stage] for stage in then.as_they_came) * view.compute_bytes
+        for then in _waiting(*_order(view.plan), view.at("pp"), view.compute_bytes < view.accum_bytes)
     )
 
 
@@ -517,10 +520,10 @@ def _unscattered(group: ParamGroup, view: RankView) -> int:
 
 
 class _Waiting(msgspec.Struct, frozen=True):
-    """The stages of a pipeline rank whose gradients wait whole, wide or as narrow as they came, or are summed."""
+    """The stages of a pipeline rank whose gradients wait whole, in fp32 or in the dtype they came in, or are summed."""
 
-    wide: frozenset[int]
-    narrow: frozenset[int]
+    in_fp32: frozenset[int]
+    as_they_came: frozenset[int]
     summed: frozenset[int]
 
 
@@ -529,9 +532,9 @@ def _waiting(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: 
     """Every place that the gradients of a rank's stages are in after some backward; `low`: in low precision.
 
     Torch widens them at the end of a backward that reaches a stage's input. The weights' half of a split backward does
-    not, so in low precision what it leaves lies beside the wide sum until the stage's next backward.
+    not, so in low precision what it leaves lies beside the fp32 sum until the stage's next backward.
     """
-    wide, narrow, summed = set[int](), set[int](), set[int]()
+    in_fp32, as_they_came, summed = set[int](), set[int](), set[int]()
     backwards = Counter[int]()
     found = set[_Waiting]()
     for action in actions(schedule, pp, chunks, microbatches)[rank]:
@@ -539,15 +542,15 @@ def _waiting(schedule: Schedule, pp: int, chunks: int, microbatches: int, rank: 
         if action.kind == "F" or (action.kind == "I" and stage == 0):  # the first stage leaves both halves to the W
             continue
         if action.kind == "W" and stage > 0 and low:
-            narrow.add(stage)
-        elif action.kind != "I" or stage in narrow:
-            narrow.discard(stage)
-            wide.add(stage)
-        found.add(_Waiting(frozenset(wide), frozenset(narrow), frozenset(summed)))
+            as_they_came.add(stage)
+        elif action.kind != "I" or stage in as_they_came:
+            as_they_came.discard(stage)
+            in_fp32.add(stage)
+        found.add(_Waiting(frozenset(in_fp32), frozenset(as_they_came), frozenset(summed)))
         backwards[stage] += action.kind != "I"
         if backwards[stage] == microbatches:
-            wide.discard(stage)
-            narrow.discard(stage)
+            in_fp32.discard(stage)
+            as_they_came.discard(stage)
             summed.add(stage)
     return frozenset(found)
 
@@ -579,12 +582,12 @@ def secondary_bytes(view: RankView) -> int:
 
 
 def decoding_bytes(view: RankView) -> int:
-    """What a gather in codes makes beside the largest group of weights: all messages, and numbers before they fit."""
+    """What a quantized gather makes beside the largest group of weights: all messages, and elements in both dtypes."""
     plan, found = view.plan, [0]
     for group in groups(view) if plan.gather != "default" else ():
         _, shards = grid(group, plan)
-        message = message_bytes(plan.gather, sent_elements(group, view), view.narrow)
-        found.append(shards * (message + _all_elements(group, view) * (view.wide + view.narrow)))
+        message = message_bytes(plan.gather, sent_elements(group, view), view.compute_bytes)
+        found.append(shards * (message + _all_elements(group, view) * (view.accum_bytes + view.compute_bytes)))
     return max(found)
 
 
@@ -606,7 +609,7 @@ def _why_gathered(plan: Plan, layout: StateLayout) -> str:
 def _gathered_once(group: ParamGroup, view: RankView) -> int:
     """Bytes of one layer's group when it is gathered."""
     _, shards = grid(group, view.plan)
-    return sum(padded(local_shape(param, view), shards) * (param.item or view.narrow) for param in group.params)
+    return sum(padded(local_shape(param, view), shards) * (param.item or view.compute_bytes) for param in group.params)
 
 
 def _two_blocks(held: Iterable[ParamGroup], view: RankView) -> int:
@@ -662,20 +665,21 @@ def _reduce_buffers(job: Job, layout: StateLayout, view: RankView) -> int:
     """The largest block's gradient as it came, and its copy in the precision of sums.
 
     What is outside the blocks is summed last, so the output projection's gradient waits as it came; a pipeline keeps
-    all gradients wide, among those that wait. To and from host memory travel this rank's part of the summed gradients,
-    and of a block's weights the part narrowed for the gather, with one of them as it is stored.
+    all gradients in fp32, among those that wait. To and from host memory travel this rank's part of the summed
+    gradients, and of a block's weights the part cast for the gather, with one of them as it is stored.
     """
     if layout.sums in ("never", "in_place"):
         return 0
     if layout.sums == "by_param":
         largest = max(math.prod(local_shape(param, view)) for group in groups(view) for param in group.trained.params)
-        return largest * (view.narrow + view.wide)
+        return largest * (view.compute_bytes + view.accum_bytes)
     largest, outside = _unsharded_elements(view)
     shards, moving = job.plan.shards, 0
-    if layout.hosted:
-        narrowed = largest * view.narrow // shards if shards > 1 else 0
-        moving = largest * view.wide // shards + largest_weight(job.arch) * view.wide // shards + narrowed
-    return largest * (view.narrow + view.wide) + (outside * view.narrow if job.plan.pp == 1 else 0) + moving
+    if layout.cpu_offload:
+        narrowed = largest * view.compute_bytes // shards if shards > 1 else 0
+        moving = largest * view.accum_bytes // shards + largest_weight(job.arch) * view.accum_bytes // shards + narrowed
+    waiting = outside * view.compute_bytes if job.plan.pp == 1 else 0
+    return largest * (view.compute_bytes + view.accum_bytes) + waiting + moving
 
 
 def lossy_bytes(group: ParamGroup, view: RankView) -> int:
@@ -686,19 +690,19 @@ def lossy_bytes(group: ParamGroup, view: RankView) -> int:
     found = [0]
     for ranks, parts in ((shards, 1), (copies, copies)):
         if ranks > 1:
-            message = message_bytes(plan.grad_reduce, sent_elements(group, view, parts), view.wide)
-            found.append(ranks * (2 * message + LOSSY_COPIES * _all_elements(group, view, parts) * view.wide))
+            message = message_bytes(plan.grad_reduce, sent_elements(group, view, parts), view.accum_bytes)
+            found.append(ranks * (2 * message + LOSSY_COPIES * _all_elements(group, view, parts) * view.accum_bytes))
     return max(found)
 
 
 def _unsharded_elements(view: RankView) -> tuple[int, int]:
-    """Trained numbers in the largest block, and outside the blocks, before they are cut into shards."""
+    """Trained elements in the largest block, and outside the blocks, before they are cut into shards."""
     return _unsharded([group.trained for group in groups(view)], view, {})
 
 
 def _unsharded_bytes(view: RankView) -> tuple[int, int]:
     """Bytes of all weights there, as they are gathered."""
-    return _unsharded(groups(view), view, {0: view.narrow})
+    return _unsharded(groups(view), view, {0: view.compute_bytes})
 
 
 def _unsharded(held: Iterable[ParamGroup], view: RankView, sizes: Mapping[int, int]) -> tuple[int, int]:
@@ -706,9 +710,9 @@ def _unsharded(held: Iterable[ParamGroup], view: RankView, sizes: Mapping[int, i
     for group in held:
         if not group.params:
             continue
-        numbers = sum(math.prod(local_shape(param, view)) * sizes.get(param.item, 1) for param in group.params)
+        size = sum(math.prod(local_shape(param, view)) * sizes.get(param.item, 1) for param in group.params)
         if group.params[0].layer >= 0:
-            blocks.append(numbers)
+            blocks.append(size)
         else:
-            outside += numbers
+            outside += size
     return max(blocks), outside

@@ -69,10 +69,10 @@ class StageKind(NamedTuple):
     """What the time of a stage depends on."""
 
     dense: int  # layers without experts
-    mixtures: int
+    moe: int
     first: bool
     last: bool
-    still: tuple[bool, ...] = ()  # of its first layers, those that no backward reaches: whether they are mixtures
+    still: tuple[bool, ...] = ()  # of its first layers, those that no backward reaches: whether they are MoE layers
     partly: int | None = None  # the layer that one reaches in part: the first it reaches, if something of it is frozen
 
 
@@ -214,11 +214,11 @@ def kinds_of(arch: Arch, lengths: tuple[int, ...]) -> tuple[tuple[StageKind, ...
     found: dict[StageKind, int] = {}
     places, start, last = [], 0, len(lengths) - 1
     for stage, length in enumerate(lengths):
-        mixtures = sum(map(arch.is_moe, range(start, start + length))) if arch.experts else 0
+        moe = sum(map(arch.is_moe, range(start, start + length))) if arch.experts else 0
         still = tuple(arch.is_moe(layer) for layer in range(start, min(start + length, still_blocks(arch))))
         reached = start + len(still)
         partly = reached if len(still) < length and grad_flow(arch)[reached] != EVERYWHERE else None
-        kind = StageKind(length - mixtures, mixtures, stage == 0, stage == last, still, partly)
+        kind = StageKind(length - moe, moe, stage == 0, stage == last, still, partly)
         places.append(found.setdefault(kind, len(found)))
         start += length
     return tuple(found), tuple(places)
@@ -227,19 +227,19 @@ def kinds_of(arch: Arch, lengths: tuple[int, ...]) -> tuple[tuple[StageKind, ...
 @lru_cache(maxsize=8192)
 def stage_passes(at: LayerModel, kind: StageKind, policy: ActivationPolicy) -> PassTimes:
     """The blocks of a stage; of those that are recomputed, each kind has its fair share."""
-    recomputed, operations = policy.share(kind.dense + kind.mixtures, len(kind.still)), policy.by_operation
+    recomputed, operations = policy.share(kind.dense + kind.moe, len(kind.still)), policy.by_operation
     total = PassTimes()
-    for mixture, every in ((False, kind.dense), (True, kind.mixtures)):
-        if still := kind.still.count(mixture):
-            total += PassTimes(forward=block(at, mixture).forward * still)
+    for moe, every in ((False, kind.dense), (True, kind.moe)):
+        if still := kind.still.count(moe):
+            total += PassTimes(forward=block(at, moe).forward * still)
         if not (count := every - still):
             continue
         if policy.saves_plainly:  # what is recomputed is all that blocks differ in
-            repeated = recomputed_terms(at, mixture, operations) * recomputed
-            total += block(at, mixture)._replace(recompute=repeated) * count
+            repeated = recomputed_terms(at, moe, operations) * recomputed
+            total += block(at, moe)._replace(recompute=repeated) * count
         else:
-            kept, again = _kept_so(at, mixture, policy.quant, policy.offload, operations)
-            total += kept * (count * (1 - recomputed))
+            once, again = _quantized_or_offloaded(at, moe, policy.quant, policy.offload, operations)
+            total += once * (count * (1 - recomputed))
             total += again * (count * recomputed)
     if kind.partly is not None:
         total = total._replace(input=total.input + unreached(at, kind.partly) * -1)
@@ -247,13 +247,13 @@ def stage_passes(at: LayerModel, kind: StageKind, policy: ActivationPolicy) -> P
 
 
 @lru_cache(maxsize=8192)
-def _kept_so(
-    at: LayerModel, mixture: bool, quant: Quant, offload: bool, operations: bool
+def _quantized_or_offloaded(
+    at: LayerModel, moe: bool, quant: Quant, offload: bool, operations: bool
 ) -> tuple[PassTimes, PassTimes]:
     """One block that quantizes or offloads what it saves: recomputing nothing, and costly operations apart or all."""
-    one, policy = block(at, mixture), ActivationPolicy(quant=quant, offload=offload)
-    again = one._replace(recompute=recomputed_terms(at, mixture, operations))
-    return with_policy(at, policy, mixture, one), with_policy(at, policy, mixture, again)
+    one, policy = block(at, moe), ActivationPolicy(quant=quant, offload=offload)
+    again = one._replace(recompute=recomputed_terms(at, moe, operations))
+    return with_policy(at, policy, moe, one), with_policy(at, policy, moe, again)
 
 
 def pipeline_seconds(stages: Stages, job: Job) -> float:
@@ -324,19 +324,19 @@ def _waterfall(job: Job, known: StepTimeline, working: PassTimes) -> Iterator[Ti
     """Where the seconds go, from the data sheet down; the mean rank's, so that the idle ones are the bubble."""
     at, pipeline, weights = known.at, known.pipeline, _weights(job, known)
     ideal = step_flops(job.arch, job.sequence, job.plan.batch, job.span) / job.plan.world / at.rates.peak
-    product_ideal = ideal * (1 - attention_share(job.arch, job.span or job.sequence))
+    matmul_ideal = ideal * (1 - attention_share(job.arch, job.span or job.sequence))
     once = working.forward + working.input + working.weight
     idle = pipeline - working.seconds
     # Sends on the critical path: of the first microbatch down and the last one up; in between one each way blocks.
     blocking = (2 if job.stack.speed.blocking_sends else 1) * job.plan.grad_accum
     sends = known.stages.send * (2 * (job.plan.pp - 1) + blocking) if job.plan.pp > 1 else 0.0
     messages = min(max(idle, 0.0), sends)
-    reached = f"matmuls reach {product_ideal / once.products:.0%} of peak at these shapes" if once.products > 0 else ""
+    reached = f"matmuls reach {matmul_ideal / once.matmuls:.0%} of peak at these shapes" if once.matmuls > 0 else ""
     whys = {
         "ideal": (ideal, "the model's operations at the data sheet's peak"),
-        "matmul": (once.products - product_ideal, reached or "matmuls at peak"),
+        "matmul": (once.matmuls - matmul_ideal, reached or "matmuls at peak"),
         "attention": (
-            once.attention - (ideal - product_ideal),
+            once.attention - (ideal - matmul_ideal),
             "attention runs below peak; negative where a causal kernel skips more than that costs",
         ),
         "elementwise": (once.elementwise, "norms, activations, residual adds, losses: memory traffic between matmuls"),
@@ -400,27 +400,27 @@ def _seconds(at: LayerModel, kind: StageKind, policy: ActivationPolicy) -> tuple
     """One microbatch through a stage, and its forward alone."""
     outside = ends(at, kind.first, kind.last)
     whole, forward = outside.seconds, outside.forward.seconds
-    share = policy.share(kind.dense + kind.mixtures, len(kind.still))
-    for mixture, every in ((False, kind.dense), (True, kind.mixtures)):
-        if still := kind.still.count(mixture):
-            going = still * block(at, mixture).forward.seconds
+    share = policy.share(kind.dense + kind.moe, len(kind.still))
+    for moe, every in ((False, kind.dense), (True, kind.moe)):
+        if still := kind.still.count(moe):
+            going = still * block(at, moe).forward.seconds
             whole, forward = whole + going, forward + going
         if not (count := every - still):
             continue
         if policy.saves_plainly:
-            once, going, recomputed = _block_seconds(at, mixture, policy.by_operation)
+            once, going, recomputed = _block_seconds(at, moe, policy.by_operation)
             whole += count * (once + recomputed * share)
             forward += count * going
         else:
-            kept, again = _kept_so(at, mixture, policy.quant, policy.offload, policy.by_operation)
-            whole += count * (kept.seconds * (1 - share) + again.seconds * share)
-            forward += count * (kept.forward.seconds * (1 - share) + again.forward.seconds * share)
+            once, again = _quantized_or_offloaded(at, moe, policy.quant, policy.offload, policy.by_operation)
+            whole += count * (once.seconds * (1 - share) + again.seconds * share)
+            forward += count * (once.forward.seconds * (1 - share) + again.forward.seconds * share)
     whole -= unreached(at, kind.partly).seconds if kind.partly is not None else 0.0
     return (whole + forward, 2 * forward) if at.arch.compared else (whole, forward)
 
 
 @lru_cache(maxsize=16384)
-def _block_seconds(at: LayerModel, mixture: bool, operations: bool) -> tuple[float, float, float]:
+def _block_seconds(at: LayerModel, moe: bool, operations: bool) -> tuple[float, float, float]:
     """A block without recomputation, its forward alone, and what recomputation adds."""
-    one = block(at, mixture)
-    return one.seconds, one.forward.seconds, recomputed_terms(at, mixture, operations).seconds
+    one = block(at, moe)
+    return one.seconds, one.forward.seconds, recomputed_terms(at, moe, operations).seconds

@@ -429,14 +429,12 @@ FORMS: dict[str, Form] = {
         "(p − 1)/(v·m)",
         MEGATRON,
     ),
-    "batch": Form(
-        lambda job: job.plan.batch, "sequences a step", "microbatch · grad_accum · data ranks", f"{NOTES} 002"
-    ),
+    "batch": Form(lambda job: job.plan.batch, "sequences/step", "microbatch · grad_accum · data ranks", f"{NOTES} 002"),
     "6nd": Form(
-        lambda job: training_flops(active(job.arch), _tokens(job)), "FLOPs a step", "6·N·D", "Kaplan et al. 2020"
+        lambda job: training_flops(active(job.arch), _tokens(job)), "FLOPs/step", "6·N·D", "Kaplan et al. 2020"
     ),
-    "palm-flops": Form(_palm, "FLOPs a step", "(6·N + 12·L·H·Q·s)·D", PALM),
-    "megatron-flops": Form(_megatron, "FLOPs a step", "{whole}·B·s·l·h²·(1 + s/(6h) + V/({head}·l·h))", MEGATRON),
+    "palm-flops": Form(_palm, "FLOPs/step", "(6·N + 12·L·H·Q·s)·D", PALM),
+    "megatron-flops": Form(_megatron, "FLOPs/step", "{whole}·B·s·l·h²·(1 + s/(6h) + V/({head}·l·h))", MEGATRON),
     "data-traffic": Form(
         lambda job: ring_bytes(2.0 * count(job.arch), job.plan.data), "bytes a rank sends", "2·(N − 1)/N · 2·P", ZERO
     ),

@@ -48,7 +48,7 @@ from meshwright.spec.communication import (
     served_rows,
 )
 from meshwright.spec.optimizers import DESCRIPTIONS, OptimizerSpec, Statistic, is_of
-from meshwright.spec.params import Param, Split, buffers, kv_part, params, trained
+from meshwright.spec.params import Param, Split, buffers, kv_part, layer_params, params, trained
 from meshwright.spec.plan import FP8_MULTIPLE, Plan
 from meshwright.spec.quantized import FORMATS, is_quantized
 from meshwright.spec.schedule import IN_SIGHT, Schedule, actions
@@ -194,14 +194,14 @@ def _over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     if not recomputed.to_the_end:
         scatters -= recomputed.cut_short
     if recomputed.by_operation:
-        gathers, scatters = recomputed.mixtures, recomputed.normed_mixtures
+        gathers, scatters = recomputed.moe, recomputed.normed_moe
     passes: tuple[tuple[Kind, int], ...] = (
         ("all_gather", forward_gathers + back_gathers + gathers),
         ("reduce_scatter", forward_scatters + back_scatters + scatters),
     )
     for kind, times in passes:
         count = view.plan.grad_accum * times
-        yield Collective(kind=kind, axis="tp", count=count, bytes=view.stream * view.narrow)
+        yield Collective(kind=kind, axis="tp", count=count, bytes=view.hidden_states * view.compute_bytes)
 
 
 def _norms_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
@@ -209,7 +209,7 @@ def _norms_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     if view.plan.tp == 1 or view.arch.qk_norm != "full":
         return
     count = 2 * view.plan.grad_accum * ((1 + view.forwards) * part.layers + part.recomputed.layers)
-    size = view.plan.microbatch * view.positions * view.wide
+    size = view.plan.microbatch * view.positions * view.accum_bytes
     yield Collective(kind="all_reduce", axis="tp", count=count, bytes=size)
 
 
@@ -221,18 +221,18 @@ def _magnitudes_over_tp(part: StageLayers, view: RankView) -> Iterator[Collectiv
             rows[view.arch.is_moe(param.layer), math.prod(local_shape(param, view))] += 1
     layers = Counter(view.arch.is_moe(layer) for layer in range(view.arch.layers))
     again = part.recomputed
-    passes = {False: part.dense + again.dense, True: part.mixtures + again.mixtures}
-    for (mixture, size), found in rows.items():
-        count = view.plan.grad_accum * passes[mixture] * found // layers[mixture]
-        yield Collective(kind="all_reduce", axis="tp", count=count, bytes=size * view.wide)
+    passes = {False: part.dense + again.dense, True: part.moe + again.moe}
+    for (moe, size), found in rows.items():
+        count = view.plan.grad_accum * passes[moe] * found // layers[moe]
+        yield Collective(kind="all_reduce", axis="tp", count=count, bytes=size * view.accum_bytes)
 
 
 def _scales_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """Largest magnitudes from which ranks of tp make the scales of FP8 matmuls: a call for each linear layer."""
     again, tokens = part.recomputed, view.plan.microbatch * view.positions
-    for mixture, layers, recomputed in ((False, part.dense, again.dense), (True, part.mixtures, again.mixtures)):
+    for moe, layers, recomputed in ((False, part.dense, again.dense), (True, part.moe, again.moe)):
         forwards = view.forwards * layers + (0 if again.by_operation else recomputed)
-        for size, forward, backward in fp8_scales(view.arch, view.plan, tokens, mixture) if layers else ():
+        for size, forward, backward in fp8_scales(view.arch, view.plan, tokens, moe) if layers else ():
             unasked = _without_gradient(view.arch, part.begin, part.layers) if backward else 0
             count = view.plan.grad_accum * (forward * forwards + backward * layers - unasked)
             yield Collective(kind="all_reduce", axis="tp", count=count, bytes=size)
@@ -246,7 +246,7 @@ def _without_gradient(arch: Arch, begin: int, layers: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def fp8_scales(arch: Arch, plan: Plan, tokens: int, mixture: bool) -> tuple[tuple[int, int, int], ...]:
+def fp8_scales(arch: Arch, plan: Plan, tokens: int, moe: bool) -> tuple[tuple[int, int, int], ...]:
     """The bytes of such calls, and how many of them a layer, with experts or without, has going forward and back.
 
     In a row-parallel layer ranks have parts of the input and of the weight, along rows; in a column-parallel one other
@@ -256,9 +256,8 @@ def fp8_scales(arch: Arch, plan: Plan, tokens: int, mixture: bool) -> tuple[tupl
     if plan.precision != "fp8" or plan.tp == 1:
         return ()
     by_row, calls = plan.fp8_scaling == "rowwise", dict[int, tuple[int, int]]()
-    layer = next((layer for layer in range(arch.layers) if arch.is_moe(layer) == mixture), None)
-    for param in params(arch):
-        if param.layer != layer or param.expert or len(param.shape) != 2 or param.split is Split.NONE:
+    for param in layer_params(arch, moe):
+        if param.expert or len(param.shape) != 2 or param.split is Split.NONE:
             continue
         if is_adapter(param.name):  # which is not in FP8
             continue
@@ -271,10 +270,10 @@ def fp8_scales(arch: Arch, plan: Plan, tokens: int, mixture: bool) -> tuple[tupl
             found = [(tokens + out if by_row else 2, 1, 0)]
         else:
             found = [(tokens + into, 0, 1)] if by_row else [(1, 1, 1)]
-        for numbers, forward, backward in found:
-            before = calls.get(numbers, (0, 0))
-            calls[numbers] = before[0] + forward, before[1] + backward
-    return tuple((numbers * AMAX_BYTES, *times) for numbers, times in calls.items())
+        for elements, forward, backward in found:
+            before = calls.get(elements, (0, 0))
+            calls[elements] = before[0] + forward, before[1] + backward
+    return tuple((elements * AMAX_BYTES, *times) for elements, times in calls.items())
 
 
 def _loss_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
@@ -285,10 +284,10 @@ def _loss_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     if view.plan.tp > 1 and part.last:
         rows = view.loss_rows
         chunks, rest = divmod(view.plan.microbatch * view.positions, rows)
-        for numbers, times in ((rows, chunks), (rest, 1)):
-            if numbers:
+        for elements, times in ((rows, chunks), (rest, 1)):
+            if elements:
                 count = 3 * view.plan.grad_accum * times * view.forwards * (1 + view.arch.mtp_layers)
-                yield Collective(kind="all_reduce", axis="tp", count=count, bytes=numbers * view.wide)
+                yield Collective(kind="all_reduce", axis="tp", count=count, bytes=elements * view.accum_bytes)
 
 
 def _ring(part: StageLayers, view: RankView) -> Iterator[Collective]:
@@ -297,11 +296,11 @@ def _ring(part: StageLayers, view: RankView) -> Iterator[Collective]:
     back = sum(flow.attended for flow in part.flow)
     times = back * plan.grad_accum
     forward = (view.forwards * part.layers + part.recomputed.layers) * plan.grad_accum
-    numbers = plan.microbatch * view.positions * kv_part(view.arch, plan.tp)
+    elements = plan.microbatch * view.positions * kv_part(view.arch, plan.tp)
     for count, size, overlappable in (
-        ((times + forward) * (plan.cp - 1), numbers * view.narrow, True),
-        (times * (plan.cp - 2), numbers * view.wide, True),
-        (times, numbers * view.wide, False),
+        ((times + forward) * (plan.cp - 1), elements * view.compute_bytes, True),
+        (times * (plan.cp - 2), elements * view.accum_bytes, True),
+        (times, elements * view.accum_bytes, False),
     ):
         yield Collective(kind="send", axis="cp", count=count, bytes=size, overlappable=overlappable)
 
@@ -312,7 +311,7 @@ def _ulysses(part: StageLayers, view: RankView) -> Iterator[Collective]:
     back = sum(flow.attended for flow in part.flow)
     times = plan.grad_accum * (view.forwards * part.layers + back + part.recomputed.layers)
     for width in (arch.q_width // plan.tp + kv_part(arch, plan.tp), arch.out_width // plan.tp):
-        size = plan.microbatch * view.positions * width * view.narrow
+        size = plan.microbatch * view.positions * width * view.compute_bytes
         yield Collective(kind="all_to_all", axis="cp", count=times, bytes=size)
 
 
@@ -320,7 +319,7 @@ def _margins_over_cp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """How much more than the reference a model prefers the chosen answers, of whose tokens each rank has some."""
     plan = view.plan
     if plan.cp > 1 and part.last and view.arch.compared:
-        size = plan.microbatch * pair_slots(view.sequence) * view.wide
+        size = plan.microbatch * pair_slots(view.sequence) * view.accum_bytes
         yield Collective(kind="all_reduce", axis="cp", count=plan.grad_accum, bytes=size)
 
 
@@ -331,9 +330,9 @@ def _routers_over_cp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     passes, tokens = _moe_passes(part, view), view.plan.microbatch * view.sequence
     calls: tuple[tuple[Kind, int], ...] = (("all_gather", passes.forward), ("reduce_scatter", passes.logits))
     for kind, count in calls:
-        yield Collective(kind=kind, axis="cp", count=count, bytes=tokens * view.arch.experts * view.wide)
+        yield Collective(kind=kind, axis="cp", count=count, bytes=tokens * view.arch.experts * view.accum_bytes)
     if view.arch.router == "gshard":  # the reference of DPO draws nothing
-        draws = (part.mixtures + part.recomputed.mixtures) * view.plan.grad_accum
+        draws = (part.moe + part.recomputed.moe) * view.plan.grad_accum
         yield Collective(kind="all_gather", axis="cp", count=draws, bytes=tokens * DRAW_BYTES)
 
 
@@ -352,7 +351,7 @@ def _moe_passes(part: StageLayers, view: RankView) -> _MoePasses:
     flows = {layer: part.flow[layer - part.begin] for layer in layers}
     routed = [flow.mlp_in or arch.trains(f"blocks.{layer}.mlp.router.weight") for layer, flow in flows.items()]
     return _MoePasses(
-        forward=(view.forwards * part.mixtures + part.recomputed.mixtures) * times,
+        forward=(view.forwards * part.moe + part.recomputed.moe) * times,
         back=sum(flow.mlp_out for flow in flows.values()) * times,
         rows=sum(flow.mlp_in for flow in flows.values()) * times,
         logits=sum(routed) * times,
@@ -371,7 +370,7 @@ def _over_ep(part: StageLayers, view: RankView) -> Iterator[Collective]:
     passes = _moe_passes(part, view)
     if not arch.capacity:
         yield Collective(kind="all_to_all", axis="ep", count=passes.forward, bytes=arch.experts * COUNT_BYTES)
-    size = sent_rows(arch, plan, view.sequence) * arch.hidden * view.narrow
+    size = sent_rows(arch, plan, view.sequence) * arch.hidden * view.compute_bytes
     for hides, back in ((arch.shared_experts > 0, passes.rows), (False, passes.back)):
         count = passes.forward + back
         yield Collective(kind="all_to_all", axis="ep", count=count, bytes=size, overlappable=hides)
@@ -380,7 +379,7 @@ def _over_ep(part: StageLayers, view: RankView) -> Iterator[Collective]:
 def _over_pp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """A stage hands its output to the next and its input's gradient to the one before, where another rank has it."""
     ranks = placement(view.plan)
-    size = view.stream // view.plan.tp * view.narrow
+    size = view.hidden_states // view.plan.tp * view.compute_bytes
     for neighbour, times in ((part.stage + 1, view.forwards), (part.stage - 1, 1)):
         if 0 <= neighbour < len(ranks) and ranks[neighbour] != ranks[part.stage]:
             count = times * view.plan.grad_accum
@@ -402,7 +401,7 @@ def weight_traffic(view: RankView, over_tp: bool = True, apart: bool = False) ->
     yield from _over_tied(view)
     if view.plan.is_served:
         yield from _over_servers(view)
-    elif view.plan.parts > 1:  # the few numbers that replicas tell each other, whenever a fragment is synced
+    elif view.plan.parts > 1:  # the few values that replicas tell each other, whenever a fragment is synced
         size, times = view.plan.parts * TALLY * DOUBLE, view.plan.outer_fragments
         yield Collective(kind="all_gather", axis="outer", count=times, bytes=size, every=view.plan.sync_every)
 
@@ -424,7 +423,7 @@ def update_traffic(view: RankView, optimizer: OptimizerSpec, warm_up: bool = Fal
                             sizes[axis, op] += group.count * elements
             for (axis, _), elements in sizes.items():
                 if elements:
-                    yield Collective(kind="all_reduce", axis=axis, count=1, bytes=elements * view.wide)
+                    yield Collective(kind="all_reduce", axis=axis, count=1, bytes=elements * view.accum_bytes)
 
     yield from _scales(view, optimizer)
 
@@ -447,7 +446,7 @@ def _scales(view: RankView, optimizer: OptimizerSpec) -> Iterator[Collective]:
         sizes.update(dict.fromkeys(axes, group.count * elements))
     for axis, elements in sizes.items():
         if elements:
-            yield Collective(kind="all_reduce", axis=axis, count=1, bytes=elements * view.wide)
+            yield Collective(kind="all_reduce", axis=axis, count=1, bytes=elements * view.accum_bytes)
 
 
 def cut_blocks(view: RankView, optimizer: OptimizerSpec) -> Iterator[tuple[Param, ParamGroup, list[Axis]]]:
@@ -468,7 +467,7 @@ def _matrix_traffic(view: RankView) -> Iterator[Collective]:
     for team in matrix_teams(view):
         for kind, axis, elements in team.exchanged():
             beside = kind == "all_to_all"
-            yield Collective(kind=kind, axis=axis, count=1, bytes=elements * view.narrow, overlappable=beside)
+            yield Collective(kind=kind, axis=axis, count=1, bytes=elements * view.compute_bytes, overlappable=beside)
 
 
 def _reduced(
@@ -560,12 +559,12 @@ def _elements(group: ParamGroup, view: RankView, shards: int) -> int:
 def gathered_bytes(group: ParamGroup, view: RankView) -> int:
     """Bytes of one layer's group when it is gathered: in the precision of the arithmetic, or in few bits."""
     _, shards = grid(group, view.plan)
-    coded = tuple(param for param in group.params if param.item)
-    if not coded:
-        return _elements(group, view, shards) * view.narrow
+    quantized = tuple(param for param in group.params if param.item)
+    if not quantized:
+        return _elements(group, view, shards) * view.compute_bytes
     plain = tuple(param for param in group.params if not param.item)
-    codes, rest = (msgspec.structs.replace(group, params=some) for some in (coded, plain))
-    return _elements(codes, view, shards) + _elements(rest, view, shards) * view.narrow
+    codes, rest = (msgspec.structs.replace(group, params=some) for some in (quantized, plain))
+    return _elements(codes, view, shards) + _elements(rest, view, shards) * view.compute_bytes
 
 
 @lru_cache(maxsize=16384)
@@ -589,12 +588,12 @@ def _over_shard(group: ParamGroup, view: RankView) -> Iterator[Collective]:
         yield Collective(kind="all_gather", axis="secondary", count=back, bytes=size, overlappable=True)
         back = 0
     if view.plan.gather != "default":
-        size = shards * message_bytes(view.plan.gather, sent_elements(group, view), view.narrow)
+        size = shards * message_bytes(view.plan.gather, sent_elements(group, view), view.compute_bytes)
     yield Collective(kind="all_gather", axis=axis, count=forward + back, bytes=size, overlappable=True)
     kind, times = ("all_to_all", 1) if view.cuts_rows_only else ("reduce_scatter", reductions(view.plan))
-    count, size, message = group.count * times, _elements(group.trained, view, shards) * view.wide, 0
+    count, size, message = group.count * times, _elements(group.trained, view, shards) * view.accum_bytes, 0
     if view.plan.grad_reduce != "default":
-        kind, message = "all_to_all", message_bytes(view.plan.grad_reduce, sent_elements(group, view), view.wide)
+        kind, message = "all_to_all", message_bytes(view.plan.grad_reduce, sent_elements(group, view), view.accum_bytes)
         size, axis = shards * message, "node" if view.plan.shard_nodes else axis
     if size:
         yield Collective(kind=kind, axis=axis, count=count, bytes=size, overlappable=True)
@@ -634,16 +633,16 @@ def _over_replicate(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     if copies == 1:
         return
     axis: Axis = "expert_replicate" if group.shared_by_ep else "replicate"
-    size = _elements(group.trained, view, shards) // shards * view.wide
+    size = _elements(group.trained, view, shards) // shards * view.accum_bytes
     calls: tuple[tuple[Kind, int], ...] = (("all_reduce", size),)
     if view.cuts_rows_only:
-        size = math.ceil(size / view.wide / copies) * copies * view.wide
+        size = math.ceil(size / view.accum_bytes / copies) * copies * view.accum_bytes
         calls = ("all_to_all", size), ("all_gather", size)
     elif view.plan.grad_reduce != "default":
-        size = copies * message_bytes(view.plan.grad_reduce, sent_elements(group, view, copies), view.wide)
+        size = copies * message_bytes(view.plan.grad_reduce, sent_elements(group, view, copies), view.accum_bytes)
         calls = ("all_to_all", size), ("all_gather", size)
     elif view.plan.powersgd:
-        calls = tuple(("all_reduce", elements * view.wide) for elements in factored(group, view))
+        calls = tuple(("all_reduce", elements * view.accum_bytes) for elements in factored(group, view))
     for kind, each in calls if size else ():
         yield Collective(kind=kind, axis=axis, count=group.count, bytes=each, overlappable=True)
 
@@ -664,7 +663,7 @@ def _over_outer(group: ParamGroup, view: RankView) -> Iterator[Collective]:
         return
     each = msgspec.structs.replace(group, count=1)
     kind: Kind = "all_reduce" if plan.outer_quant == "none" else "all_gather"
-    size = updated_elements(each, view) * view.wide
+    size = updated_elements(each, view) * view.accum_bytes
     if plan.outer_quant != "none":
         size = plan.parts * quantized_bytes(each, view)
     yield Collective(kind=kind, axis="outer", count=group.count, bytes=size, every=plan.sync_every)
@@ -676,9 +675,9 @@ def _over_servers(view: RankView) -> Iterator[Collective]:
     Nobody waits for a push; rows are those of the server that has most, from each.
     """
     served = server_elements(view)
-    yield Collective(kind="all_to_all", axis="outer", count=1, bytes=sum(served) * view.wide, overlappable=True)
+    yield Collective(kind="all_to_all", axis="outer", count=1, bytes=sum(served) * view.accum_bytes, overlappable=True)
     yield Collective(kind="all_reduce", axis="outer", count=1, bytes=TOLD * DOUBLE, overlappable=True)
-    size = len(served) * max(served) * view.wide
+    size = len(served) * max(served) * view.accum_bytes
     yield Collective(kind="all_gather", axis="outer", count=1, bytes=size, overlappable=True)
 
 
@@ -698,27 +697,27 @@ def quantized_bytes(group: ParamGroup, view: RankView) -> int:
     """A rank's part of a group's delta as it is sent: codes and a scale for each block; vectors as they are."""
     plain = scales = codes = 0
     for param in group.trained.params:
-        numbers = updated_elements(msgspec.structs.replace(group, params=(param,), count=1), view)
+        elements = updated_elements(msgspec.structs.replace(group, params=(param,), count=1), view)
         if len(param.shape) == 1:
-            plain += numbers * view.wide
+            plain += elements * view.accum_bytes
         else:
-            scales += numbers // block_length(param.shape[-1]) * SCALE_BYTES
-            codes += numbers
+            scales += elements // block_length(param.shape[-1]) * SCALE_BYTES
+            codes += elements
     return plain + scales + math.ceil(codes * BITS[view.plan.outer_quant] / 8)
 
 
 def _weights_over_tp(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     """A weight that all ranks of tp hold has seen a part of the sequence on each, so its gradients are added up.
 
-    The bias after a row-cut matmul in a dense layer is the exception: it meets the gathered gradient. In a mixture,
+    The bias after a row-cut matmul in a dense layer is the exception: it meets the gathered gradient. In an MoE layer,
     where every gradient is a part of a sum, there is none.
     """
     plan = view.plan
     if plan.tp == 1:
         return
-    # What waits for the last microbatch waits in fp32; the gradient of one microbatch is as narrow as its weight was.
+    # What waits for the last microbatch waits in fp32; the gradient of one microbatch has its weight's dtype.
     waited = plan.pp > 1 or (plan.grad_accum > 1 and reductions(plan) == 1)
-    size = view.wide if waited else view.narrow
+    size = view.accum_bytes if waited else view.compute_bytes
     for param in group.trained.params:
         if param.split is Split.NONE and not param.name.endswith((".attn.out.bias", ".mlp.down.bias")):
             count = group.count * reductions(plan)
@@ -735,7 +734,7 @@ def _over_tied(view: RankView) -> Iterator[Collective]:
         return
     rows, *rest = local_shape(embedding, view)
     mine = share(rows, plan.shards, view.at("shard") * plan.cp + view.at("cp") if plan.zero else 0)
-    yield Collective(kind="all_reduce", axis="tied", count=1, bytes=mine * math.prod(rest) * view.wide)
+    yield Collective(kind="all_reduce", axis="tied", count=1, bytes=mine * math.prod(rest) * view.accum_bytes)
 
 
 def _deterministic_statistics(view: RankView) -> Iterator[Collective]:

@@ -4,7 +4,7 @@
     replicate = all-reduces beyond what the backward leaves
     outer     = a sync of replicas that sync rarely, and its update ÷ the steps between two
     optimizer = bytes of weights, gradients and states read and written ÷ the memory's bandwidth; of Muon also the
-                products of its matrices, beside which they travel
+                matmuls of its matrices, beside which they travel
     offload   = the slowest of link, host and disk, beyond the arithmetic it runs beside
 
 What is beyond arithmetic is cost/layer_time.py's `exposed`, with the share of overlap that a stack reaches.
@@ -25,8 +25,8 @@ from meshwright.cost.primitives import (
     achieved,
     call_seconds,
     inside_seconds,
+    matmul_seconds,
     moved_seconds,
-    product_seconds,
     rates,
 )
 from meshwright.cost.rank_view import RankView, grid, groups, stored_shape
@@ -52,7 +52,7 @@ ENCODED_BYTES, DECODED_BYTES = 44, 25  # of a delta in few bits, by plain operat
 # Of a gradient that is rounded, beside encoding it: what is owed added, decoded, subtracted and made finite; and of
 # what is received: decoded, and added up. By plain operators in fp32, counted in parallel/grad_reduce.py.
 OWED_BYTES, SUMMED_BYTES = 57, 37
-# Of a gradient that PowerSGD factors: owed, two products that read it, a third that writes it, and what is owed now.
+# Of a gradient that PowerSGD factors: owed, two matmuls that read it, a third that writes it, and what is owed now.
 FACTORED_BYTES = 60
 QR_KERNELS = 4  # of each column of a matrix that is orthogonalized: a guess
 # And decoding and encoding a quantized state: some twenty passes of one to eight bytes.
@@ -119,7 +119,7 @@ def weight_seconds(job: Job, rank: int, at: Rates, behind: OverlapWindow) -> Wei
     plan, speed = job.plan, job.stack.speed
     every = sent(job, rank, at)
     update = exposed_update(every.update, behind.forward, job.arch.layers) if every.update else 0.0
-    if (layout := state_layout(job)).hosted:
+    if (layout := state_layout(job)).cpu_offload:
         moved = travels(plan, layout, held(job.arch, plan, rank), job.cluster)
         update = exposed_travels(moved, plan, behind.forward * plan.grad_accum, behind.backward * plan.grad_accum)
     left = max(behind.backward - (every.reduce if plan.zero else 0.0), 0.0)
@@ -149,7 +149,7 @@ def least_seconds(job: Job, rank: int, at: Rates, behind: OverlapWindow) -> tupl
     beside = max(behind.forward + behind.backward - every.reduce, 0.0) if job.plan.zero else 0.0
     together = every.gather + every.reduce + every.copies - min(every.copies, beside)
     waits = every.exposed - (every.outer if job.plan.staleness else 0.0)  # which may hide
-    if (layout := state_layout(job)).hosted:
+    if (layout := state_layout(job)).cpu_offload:
         moved = travels(job.plan, layout, held(job.arch, job.plan, rank), job.cluster)
         waits += exposed_travels(moved, job.plan, math.inf, math.inf)
     return waits + alone, waits + together
@@ -171,7 +171,7 @@ def _updated(job: Job, rank: int, found: WeightTraffic) -> WeightTraffic:
     plan, layout = job.plan, state_layout(job)
     if plan.is_served:
         return msgspec.structs.replace(found, optimizer=0.0, outer=found.outer + server_seconds(job, layout, rank))
-    if layout.hosted:
+    if layout.cpu_offload:
         return msgspec.structs.replace(found, optimizer=0.0)  # the host's
     if layout.offloaded:
         update = offload_seconds(layout, held(job.arch, plan, rank), job.cluster)
@@ -191,10 +191,10 @@ def server_seconds(job: Job, layout: StateLayout, rank: int) -> float:
 
     Hosts speak Gloo: their messages take the network, also inside a node.
     """
-    numbers, spec, workers = held(job.arch, job.plan, rank), layout.optimizer, job.plan.replicate
-    sent = 2 * numbers * layout.wide * (workers - 1) / workers / achieved(job.cluster.network)
-    moved = numbers / job.plan.replicate * (HOST_BYTES + spec.moved_bytes(4))
-    travels = 2 * numbers * layout.wide / achieved(job.cluster.host)
+    elements, spec, workers = held(job.arch, job.plan, rank), layout.optimizer, job.plan.replicate
+    sent = 2 * elements * layout.accum_bytes * (workers - 1) / workers / achieved(job.cluster.network)
+    moved = elements / job.plan.replicate * (HOST_BYTES + spec.moved_bytes(4))
+    travels = 2 * elements * layout.accum_bytes / achieved(job.cluster.host)
     return travels + sent + moved / (job.cluster.host_bandwidth * HOST_REACH)
 
 
@@ -210,7 +210,7 @@ def _moved(job: Job, layout: StateLayout, spec: OptimizerSpec) -> float:
         return job.stack.speed.optimizer_bytes - ADAMW.moved_bytes(4) + spec.moved_bytes(4)
     if plain:
         return spec.rounded_bytes + (STATE_ROUNDING_BYTES if layout.bf16_states else 0)
-    matrices = 2 * layout.narrow if spec.orthogonalizes else 0  # written to be orthogonalized, and read after it
+    matrices = 2 * layout.compute_bytes if spec.orthogonalizes else 0  # written to be orthogonalized, and read after it
     return ROUNDED_BYTES[job.master_weights] + spec.moved_bytes(layout.state_width) + matrices
 
 
@@ -242,7 +242,7 @@ def _update_seconds(arch: Arch, plan: Plan, rank: int, cluster: Cluster, stack: 
 
 
 def orthogonalize_seconds(team: MatrixTeam, plan: Plan, cluster: Cluster) -> float:
-    """The products of Newton–Schulz for the matrices that a rank owns, each batch as one of so many rows."""
+    """The matmuls of Newton–Schulz for the matrices that a rank owns, each batch as one of so many rows."""
     low = plan.precision in ("fp8", "fp16")  # bf16 then, as in optim/muon.py
     reached = cluster.efficiency or efficiency_of(cluster.gpu)
     at = rates(cluster.gpu, reached, "bf16" if low else plan.precision)
@@ -250,8 +250,8 @@ def orthogonalize_seconds(team: MatrixTeam, plan: Plan, cluster: Cluster) -> flo
     for batch in team.batches:
         short, long = sorted((batch.cut.rows, batch.cut.columns))
         rows = batch.of_replica(team.replica)[team.member] * short
-        products = ((short, long), (short, short), (long, short))
-        seconds += STEPS * sum(product_seconds(rows, wide, deep, at) for wide, deep in products) if rows else 0.0
+        matmuls = ((short, long), (short, short), (long, short))
+        seconds += STEPS * sum(matmul_seconds(rows, columns, inner, at) for columns, inner in matmuls) if rows else 0.0
     return seconds
 
 
@@ -341,8 +341,8 @@ def _as_sent(call: Collective, plan: Plan, speed: StackSpeed) -> Collective:
     if call.axis == "outer" or plan.reduces_lossily or plan.gather != "default":  # of our own trainer alone
         return call
     if call.kind == "all_gather":
-        narrow = 4 if plan.precision in ("fp32", "fp64") else 2
-        width = speed.gather_bytes / narrow if speed.gather_bytes else 1.0
+        compute_bytes = 4 if plan.precision in ("fp32", "fp64") else 2
+        width = speed.gather_bytes / compute_bytes if speed.gather_bytes else 1.0
     else:
         width = speed.reduce_bytes / 4
     return call if width == 1.0 else msgspec.structs.replace(call, bytes=round(call.bytes * width))
@@ -390,7 +390,7 @@ def _exposed_shard(every: WeightTraffic, job: Job, behind: OverlapWindow) -> flo
     )
 
 
-def offload_seconds(layout: StateLayout, numbers: float, cluster: Cluster) -> float:
+def offload_seconds(layout: StateLayout, elements: float, cluster: Cluster) -> float:
     """An update of so many weights whose states are elsewhere: its slowest part, as all parts run at once."""
     states, link, files = layout.offloaded, achieved(cluster.host), 0.0
     assert states is not None, "asked only of states that are elsewhere"
@@ -402,10 +402,10 @@ def offload_seconds(layout: StateLayout, numbers: float, cluster: Cluster) -> fl
         travels = layout.of("gradients") + (layout.of("weights") if halves else 0)
         passes = spec.bf16_state_bytes if halves else HOST_BYTES + spec.moved_bytes(4)
         slowest = max(travels / link, passes / (cluster.host_bandwidth * HOST_REACH))
-    if states.home == "disk":
-        far = max(1 - layout.resident_states / (numbers * states.bytes), 0.0)
+    if states.location == "disk":
+        far = max(1 - layout.resident_states / (elements * states.bytes), 0.0)
         files = 2 * states.bytes * far / cluster.disk_bandwidth  # read and written
-    return numbers * max(slowest, files)
+    return elements * max(slowest, files)
 
 
 def exposed_update(update: float, forward: float, layers: int) -> float:
@@ -413,7 +413,7 @@ def exposed_update(update: float, forward: float, layers: int) -> float:
     return max(update - forward * (1 - 1 / layers), update / layers)
 
 
-def travels(plan: Plan, layout: StateLayout, numbers: float, cluster: Cluster) -> HostTransfers:
+def travels(plan: Plan, layout: StateLayout, elements: float, cluster: Cluster) -> HostTransfers:
     """Of so many weights on a rank: every microbatch brings them twice, and takes their gradient away once.
 
     Sums over copies leave with the last microbatch only.
@@ -424,9 +424,9 @@ def travels(plan: Plan, layout: StateLayout, numbers: float, cluster: Cluster) -
     passes += STATE_ROUNDING_BYTES if layout.bf16_states else 0
     sums = plan.grad_accum if plan.copies == 1 else 1
     return HostTransfers(
-        arrive=numbers * layout.of("weights", "host") * 2 * plan.grad_accum / link,
-        leave=numbers * layout.of("gradients", "host") * sums / link,
-        update=numbers * passes / (cluster.host_bandwidth * HOST_REACH),
+        arrive=elements * layout.of("weights", "host") * 2 * plan.grad_accum / link,
+        leave=elements * layout.of("gradients", "host") * sums / link,
+        update=elements * passes / (cluster.host_bandwidth * HOST_REACH),
     )
 
 

@@ -206,7 +206,7 @@ class BF16Group(AdamWGroup):
             self.owner, self.start, self.sizes, self.fixed, addresses, scalars(step), step.count, self.draws,
             self.state_draws, step.lr, step.beta1, step.beta2, step.eps, decay, len(self.masters),
             grad_dtype=_name(gradients[0]), stochastic=not self.copies,
-            narrow_states=self.first[0].dtype == torch.bfloat16, aligned=self.aligned and _aligned(gradients),
+            bf16_states=self.first[0].dtype == torch.bfloat16, aligned=self.aligned and _aligned(gradients),
             block=BLOCK, num_warps=8,
         )  # fmt: skip
 
@@ -228,9 +228,9 @@ def _rounded(x: Values, drawn: Values) -> Values:
 
 
 @jit
-def _state(pointer: Pointer, inside: Values, narrow: constexpr) -> Values:
+def _state(pointer: Pointer, inside: Values, in_bf16: constexpr) -> Values:
     """A moment in fp32."""
-    if narrow:
+    if in_bf16:
         value = (tl.load(pointer, mask=inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         value = tl.load(pointer, mask=inside, other=0.0)
@@ -256,7 +256,7 @@ def _adamw_bf16(
     count: int,
     grad_dtype: constexpr,
     stochastic: constexpr,
-    narrow_states: constexpr,
+    bf16_states: constexpr,
     aligned: constexpr,
     block: constexpr,
 ) -> None:
@@ -265,20 +265,20 @@ def _adamw_bf16(
     owner, at, inside = _span(owners, starts, sizes, aligned, block)
     high_bits = _pointer(tl.load(fixed + owner), "int16", aligned) + at
     low_bits = _pointer(tl.load(fixed + 3 * count + owner), "int16", aligned) + at
-    if narrow_states:
+    if bf16_states:
         first = _pointer(tl.load(fixed + count + owner), "int16", aligned) + at
         second = _pointer(tl.load(fixed + 2 * count + owner), "int16", aligned) + at
     else:
         first = _pointer(tl.load(fixed + count + owner), "fp32", aligned) + at
         second = _pointer(tl.load(fixed + 2 * count + owner), "fp32", aligned) + at
     g = tl.load(_pointer(tl.load(gradients + owner), grad_dtype, aligned) + at, mask=inside, other=0.0).to(tl.float32)
-    m, v = _state(first, inside, narrow_states), _state(second, inside, narrow_states)
+    m, v = _state(first, inside, bf16_states), _state(second, inside, bf16_states)
     bits = tl.load(high_bits, mask=inside, other=0).to(tl.int32) << 16
     if not stochastic:
         bits += tl.load(low_bits, mask=inside, other=0).to(tl.int32)
     w = bits.to(tl.float32, bitcast=True)
     w, m, v = _updated(w, m, v, g, scalars, lr, beta1, beta2, eps, decay)
-    if narrow_states:
+    if bf16_states:
         drawn = _hashed(state_draws, updates, owner, at, count)
         tl.store(first, _rounded(m, drawn >> 48), mask=inside)
         tl.store(second, _rounded(v, (drawn >> 32) & 0xFFFF), mask=inside)

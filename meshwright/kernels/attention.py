@@ -51,18 +51,18 @@ def visible(documents: Tensor | None, length: int, window: int, device: torch.de
 
 def scored_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, how: Scoring) -> Tensor:
     """Attention by all scores at once: the reference of whatever is made of them. `seen` broadcasts to (b, 1, s, s)."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    groups = q.unflatten(1, (k.shape[1], -1)).to(wide)  # (b, kv_heads, heads that share a key, s, head_dim)
-    scores = groups @ k[:, :, None].to(wide).mT * (how.scale or q.shape[-1] ** -0.5)
+    accum = torch.promote_types(q.dtype, torch.float32)
+    groups = q.unflatten(1, (k.shape[1], -1)).to(accum)  # (b, kv_heads, heads that share a key, s, head_dim)
+    scores = groups @ k[:, :, None].to(accum).mT * (how.scale or q.shape[-1] ** -0.5)
     if how.softcap:
         scores = how.softcap * (scores / how.softcap).tanh()
     scores = scores.masked_fill(~seen[:, :, None], -torch.inf)
     if how.sinks is None:
         weights = scores.softmax(-1)
     else:
-        sink = how.sinks.to(wide).view(1, k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        sink = how.sinks.to(accum).view(1, k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
-    return (weights @ v[:, :, None].to(wide)).flatten(1, 2).to(q.dtype)
+    return (weights @ v[:, :, None].to(accum)).flatten(1, 2).to(q.dtype)
 
 
 def takes_documents(head_dim: int, dtype: torch.dtype) -> bool:

@@ -201,10 +201,10 @@ class BlockCodes:
         """Bytes of every row: vectors as they are, then all scales, then all codes."""
         if cast := CASTS.get(self.form):
             return x.to(cast).view(torch.uint8)
-        wide = torch.promote_types(x.dtype, torch.float32)
+        accum = torch.promote_types(x.dtype, torch.float32)
         plain, scales, codes = self._joined(x, 0).view(torch.uint8), list[Tensor](), list[Tensor]()
         for block in self.sizes:
-            blocks = self._joined(x, block).to(wide).unflatten(1, (-1, block))
+            blocks = self._joined(x, block).to(accum).unflatten(1, (-1, block))
             code, scale = fp8_codes_of(blocks) if self.form == "fp8" else codes_of(blocks, self.bits)
             scales.append(scale.view(torch.uint8))
             codes.append(code.flatten(1))
@@ -223,9 +223,9 @@ class BlockCodes:
             self.sizes, scales, whole.split([counts[block] for block in self.sizes], 1), strict=True
         ):
             factor = _seen_as(scale, torch.float32)
-            wide = torch.promote_types(dtype, torch.float32)
+            accum = torch.promote_types(dtype, torch.float32)
             numbers = code.contiguous().view(FP8).float() if self.form == "fp8" else code
-            rows = numbers.unflatten(1, (-1, block)).to(wide).mul_(factor.to(wide)[..., None])
+            rows = numbers.unflatten(1, (-1, block)).to(accum).mul_(factor.to(accum)[..., None])
             joined[block] = rows.flatten(1).to(dtype)
         if len({*self.blocks}) == 1:  # they are in their order
             return joined[self.blocks[0]]

@@ -20,11 +20,9 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.dispatch import Kernels, Pointer, Values, constexpr, fused, jit, tl, triton
+from meshwright.spec.plan import logit_rows
 
 IGNORE = -100  # a target that is not predicted
-CHUNK_BYTES = 2**31  # of logits that exist at one time
-FROZEN_SHARE = 4  # chunks in the place of one where no gradient of the projection has to be summed over them
-ROWS = 1024  # a chunk's rows are a multiple of this: matmuls run faster
 # Entries of a vocabulary that matmuls want a multiple of: GPT-2's 50,257 make a step of it twice as long on an H200.
 ALIGNED = 64
 LAUNCH = {"block": 4096, "num_warps": 4}  # along a row; the fastest of seven on an H200
@@ -241,12 +239,6 @@ def weighted_loss(
     return _LinearCrossEntropy.apply(x.flatten(0, -2), projection, targets.flatten(), weight, how)
 
 
-def rows_of(vocab: int, itemsize: int, is_frozen: bool) -> int:
-    """Rows whose logits exist at one time; fewer where the projection is frozen."""
-    most = CHUNK_BYTES // FROZEN_SHARE if is_frozen else CHUNK_BYTES
-    return max(most // (vocab * itemsize) // ROWS, 1) * ROWS
-
-
 def aligned(projection: Tensor) -> Tensor:
     """The projection with rows of zeros up to a multiple of ALIGNED entries, which add nothing to either gradient."""
     short = -len(projection) % ALIGNED
@@ -290,21 +282,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         shard, kernels, trains = how.shard, how.kernels, how.trains
         ctx.kernels = kernels
-        rows = min(rows_of(shard.largest, x.element_size(), is_frozen=not ctx.needs_input_grad[1]), len(x))
+        rows = min(logit_rows(shard.largest, x.element_size(), is_frozen=not ctx.needs_input_grad[1]), len(x))
         trains = trains and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
         dx = torch.empty_like(x) if trains else None
-        wide = aligned(projection) if x.is_cuda else projection
+        padded = aligned(projection) if x.is_cuda else projection
         # A frozen projection has none.
         dprojection = _GradientSum(projection, chunks=-(-len(x) // rows)) if ctx.needs_input_grad[1] else None
         losses = torch.empty(len(x), dtype=_fp32_or_wider(x), device=x.device)
         for start in range(0, len(x), rows):
             chunk = slice(start, start + rows)
-            logits = x[chunk] @ wide.t()
+            logits = x[chunk] @ padded.t()
             bent, own = cap(logits, how.softcap), logits[:, : len(projection)]
             losses[chunk], factors = softmax_gradient(own, targets[chunk], weight, shard, kernels)
             if dx is not None:
                 uncap(logits, bent)
-                entering, leaving = x[chunk], torch.mm(logits, wide, out=dx[chunk])
+                entering, leaving = x[chunk], torch.mm(logits, padded, out=dx[chunk])
                 if factors is not None:  # in fp32: each element is rounded once
                     entering = torch.mul(entering, factors, out=torch.empty_like(entering))
                     leaving.mul_(factors)

@@ -23,7 +23,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.coded import floats
 from meshwright.kernels.dispatch import (
     ROW_LIMIT,
     Kernels,
@@ -40,6 +39,7 @@ from meshwright.kernels.dispatch import (
     triton,
     warps,
 )
+from meshwright.kernels.quantized import floats
 
 
 class Half(NamedTuple):
@@ -234,21 +234,21 @@ class _Fp8Linear(torch.autograd.Function):
         if scaling == "rowwise":
             x, weight = ctx.saved_tensors
             amax, weight_amax = _backward_amaxes(gradient, weight, sharing)
-            g, weight_turned = (
+            g, weight_transposed = (
                 _scaled(gradient, _scale(amax, dtype), dtype),
                 _scaled(weight.t().contiguous(), _scale(weight_amax)),
             )
-            turned = quantize_linear(gradient.t().contiguous(), scaling, dtype)
-            x_turned = quantize_linear(x.t().contiguous(), scaling)
+            transposed = quantize_linear(gradient.t().contiguous(), scaling, dtype)
+            x_transposed = quantize_linear(x.t().contiguous(), scaling)
         else:
             saved, x_scale, weight, weight_scale = ctx.saved_tensors
             scale = _gradient_scale(gradient, dtype, sharing)
             inverse = scale.reciprocal()
-            g, turned = ((each, inverse) for each in cast_both(gradient, scale, dtype))
-            weight_turned = cast_transposed(weight, weight_scale, scale), weight_scale.reciprocal()
-            x_turned = cast_transposed(saved, x_scale, scale) if input_stays else saved, x_scale.reciprocal()
-        dx = _matmul(g, weight_turned, gradient.dtype, fast)
-        dweight = _matmul(turned, x_turned, gradient.dtype, fast)
+            g, transposed = ((each, inverse) for each in cast_both(gradient, scale, dtype))
+            weight_transposed = cast_transposed(weight, weight_scale, scale), weight_scale.reciprocal()
+            x_transposed = cast_transposed(saved, x_scale, scale) if input_stays else saved, x_scale.reciprocal()
+        dx = _matmul(g, weight_transposed, gradient.dtype, fast)
+        dweight = _matmul(transposed, x_transposed, gradient.dtype, fast)
         return dx, dweight, None, None, None, None, None
 
 
@@ -270,20 +270,20 @@ def _by_halves(
     def for_input(held: Tensor, gradient: Tensor) -> Tensor:
         if scaling == "rowwise":
             amax, weight_amax = _backward_amaxes(gradient, held, sharing)
-            g, weight_turned = _scaled(gradient, _scale(amax, dtype), dtype), held.t().contiguous()
-            return _matmul(g, _scaled(weight_turned, _scale(weight_amax)), gradient.dtype, fast)
+            g, weight_transposed = _scaled(gradient, _scale(amax, dtype), dtype), held.t().contiguous()
+            return _matmul(g, _scaled(weight_transposed, _scale(weight_amax)), gradient.dtype, fast)
         scale = grad_scale.of(gradient)
-        turned = cast_transposed(held, weight_scale, scale)
-        return _matmul(_scaled(gradient, scale, dtype), (turned, weight_scale.reciprocal()), gradient.dtype, fast)
+        transposed = cast_transposed(held, weight_scale, scale)
+        return _matmul(_scaled(gradient, scale, dtype), (transposed, weight_scale.reciprocal()), gradient.dtype, fast)
 
     def for_weight(gradient: Tensor, saved: Tensor, x_scale: Tensor) -> Tensor:
         if scaling == "rowwise":  # rows of features, each of all tokens: no other rank has a part of them
-            turned = quantize_linear(gradient.t().contiguous(), scaling, dtype)
-            return _matmul(turned, quantize_linear(saved.t().contiguous(), scaling), gradient.dtype, fast)
+            transposed = quantize_linear(gradient.t().contiguous(), scaling, dtype)
+            return _matmul(transposed, quantize_linear(saved.t().contiguous(), scaling), gradient.dtype, fast)
         scale = grad_scale.of(gradient)
-        x_turned = cast_transposed(saved, x_scale, scale) if stays else saved
-        turned = cast_both(gradient, scale, dtype)[1]
-        return _matmul((turned, scale.reciprocal()), (x_turned, x_scale.reciprocal()), gradient.dtype, fast)
+        x_transposed = cast_transposed(saved, x_scale, scale) if stays else saved
+        transposed = cast_both(gradient, scale, dtype)[1]
+        return _matmul((transposed, scale.reciprocal()), (x_transposed, x_scale.reciprocal()), gradient.dtype, fast)
 
     return in_halves(y, Half(x, partial(for_input, weight.detach())), Half(weight, for_weight, (saved, x_scale)))
 
@@ -341,7 +341,7 @@ def frozen_product(
     grad_format: GradFormat,
     sharing: Sharing | None,
 ) -> Tensor:
-    """The matmul in FP8 with a frozen weight as `kernels/coded.py` makes it: E4M3 numbers, and a scale for each row.
+    """The matmul in FP8 with a frozen weight of `kernels/quantized.py`: E4M3 numbers, and a scale for each row.
 
     Two matmuls, as the weight has no gradient. A row's scale multiplies what the output has of it, and going back the
     gradient, before that is quantized: the numbers are never decoded. Nothing of the input is saved.
@@ -381,10 +381,10 @@ class _FrozenProduct(torch.autograd.Function):
         if sharing is not None and sharing.cut == "out":
             (amax,) = _agreed(sharing, amax)
         one = amax.new_ones(())
-        turned = cast_transposed(codes.view(E4M3), one, amax)  # by one: as they are
-        ones = one if scaling == "tensorwise" else amax.new_ones(len(turned), 1)
+        transposed = cast_transposed(codes.view(E4M3), one, amax)  # by one: as they are
+        ones = one if scaling == "tensorwise" else amax.new_ones(len(transposed), 1)
         quantized = _scaled(scaled, _scale(amax, dtype), dtype)
-        dx = _matmul(quantized, (turned, ones), gradient.dtype, accumulate == "fast")
+        dx = _matmul(quantized, (transposed, ones), gradient.dtype, accumulate == "fast")
         return dx, None, None, None, None, None, None
 
 
@@ -399,9 +399,10 @@ def cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
         values = cast(x, scale, dtype).contiguous()
         return values, _transposed(values)
     rows, columns = x.shape
-    values, turned = (torch.empty(shape, dtype=dtype, device=x.device) for shape in ((rows, columns), (columns, rows)))
-    _launch(x, scale, values, turned)
-    return values, turned
+    shapes = (rows, columns), (columns, rows)
+    values, transposed = (torch.empty(shape, dtype=dtype, device=x.device) for shape in shapes)
+    _launch(x, scale, values, transposed)
+    return values, transposed
 
 
 @cast_both.register_fake
@@ -419,9 +420,9 @@ def cast_transposed(x: Tensor, scale: Tensor, after: Tensor) -> Tensor:
     """
     if triton is None or not x.is_cuda:
         return _transposed(cast(x, scale))
-    turned = torch.empty((x.shape[1], x.shape[0]), dtype=E4M3, device=x.device)
-    _launch(x, scale, None, turned)
-    return turned
+    transposed = torch.empty((x.shape[1], x.shape[0]), dtype=E4M3, device=x.device)
+    _launch(x, scale, None, transposed)
+    return transposed
 
 
 @cast_transposed.register_fake
@@ -434,18 +435,18 @@ def _transposed(values: Tensor) -> Tensor:
     return values.view(torch.uint8).t().clone(memory_format=torch.contiguous_format).view(values.dtype)
 
 
-def _launch(x: Tensor, scale: Tensor, values: Tensor | None, turned: Tensor) -> None:
+def _launch(x: Tensor, scale: Tensor, values: Tensor | None, transposed: Tensor) -> None:
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, columns = x.shape
     _cast_tiles[(-(-rows // TILE), -(-columns // TILE))](
-        x, scale, turned if values is None else values, turned, rows, columns, x.stride(0),
+        x, scale, transposed if values is None else values, transposed, rows, columns, x.stride(0),
         both=values is not None, side=TILE, num_warps=8,
     )  # fmt: skip
 
 
 @jit
 def _cast_tiles(
-    x: Pointer, scale: Pointer, values: Pointer, turned: Pointer,
+    x: Pointer, scale: Pointer, values: Pointer, transposed: Pointer,
     rows: int, columns: int, x_row: int, both: constexpr, side: constexpr,
 ) -> None:  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * side + tl.arange(0, side)
@@ -453,11 +454,11 @@ def _cast_tiles(
     inside = (i[:, None] < rows) & (j[None, :] < columns)
     tile = tl.load(x + i[:, None] * x_row + j[None, :], mask=inside, other=0.0).to(tl.float32)
     # Within the format's range but for its last bit, as the scale is of the largest magnitude: no clamp is needed.
-    quantized = (tile * tl.load(scale)).to(turned.dtype.element_ty)
+    quantized = (tile * tl.load(scale)).to(transposed.dtype.element_ty)
     if both:
         tl.store(values + i[:, None] * columns + j[None, :], quantized, mask=inside)
     beside = (j[:, None] < columns) & (i[None, :] < rows)
-    tl.store(turned + j[:, None] * rows + i[None, :], tl.trans(quantized), mask=beside)
+    tl.store(transposed + j[:, None] * rows + i[None, :], tl.trans(quantized), mask=beside)
 
 
 def quantize(x: Tensor, kernels: Kernels = "auto") -> tuple[Tensor, Tensor]:

@@ -29,10 +29,10 @@ class MuonStep:
 
 def accumulate(gradient: Tensor, momentum: Tensor, room: Tensor | None, step: MuonStep) -> None:
     """Add a gradient to the momentum b, and write g + μb into `room`; where nothing is finite that is anything."""
-    wide = gradient.to(momentum.dtype) * step.factor.to(momentum.dtype)
-    momentum.copy_(torch.where(step.finite > 0, momentum * step.share + wide, momentum))
+    scaled = gradient.to(momentum.dtype) * step.factor.to(momentum.dtype)
+    momentum.copy_(torch.where(step.finite > 0, momentum * step.share + scaled, momentum))
     if room is not None:
-        room.copy_(wide + momentum * step.share)
+        room.copy_(scaled + momentum * step.share)
 
 
 def accumulate_fused(gradient: Tensor, momentum: Tensor, room: Tensor | None, scalars: Tensor, share: float) -> None:

@@ -160,14 +160,14 @@ def _attempt(
                 _signal(ranks[-1:], signal.Signals(asked[-1]))
         if not ranks:
             return Exit.INTERRUPTED if signal.SIGINT in asked else Exit.PREEMPTED
-        return verdict(_wait(ranks, grace_seconds))
+        return exit_code(_wait(ranks, grace_seconds))
     finally:
         _signal(ranks, signal.SIGKILL)
         for rank in ranks:
             rank.wait()
 
 
-def verdict(codes: Sequence[int]) -> int:
+def exit_code(codes: Sequence[int]) -> int:
     """The one code of several; a rank that a signal has ended can be started again."""
     plain = {Exit.RESUMABLE if code < 0 or (code > 128 and code != Exit.INTERRUPTED) else code for code in codes}
     return next((int(code) for code in ORDER if code in plain), Exit.FAILED if plain - {0} else Exit.DONE)

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from meshwright.launch.job import Launch, LaunchFile, LaunchJob
-from meshwright.launch.node import FALL_SECONDS, NodePlace, verdict
+from meshwright.launch.node import FALL_SECONDS, NodePlace, exit_code
 from meshwright.runtime.ranks import die_with_parent
 
 PLACE_SECONDS = 600.0  # until a cluster has the machines
@@ -125,7 +125,7 @@ def _run(job: RayJob, group: Any) -> int:
             for rank, actor in enumerate(actors)
         ]
     )
-    return verdict(_wait(job, actors, asked))
+    return exit_code(_wait(job, actors, asked))
 
 
 def _wait(job: RayJob, actors: list[Any], asked: list[int]) -> list[int]:

@@ -142,12 +142,12 @@ def apply_rope_neighbours(x: Tensor, rope: Rope) -> Tensor:
     """Rotate the pairs (2i, 2i + 1) of every head."""
     cos, sin = rope
     first, second = x[..., ::2], x[..., 1::2]
-    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.flatten(-2).to(x.dtype)
+    rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.flatten(-2).to(x.dtype)
 
 
 def apply_rope_qk(
-    q: Tensor, k: Tensor, rope: Rope, turn: Callable[[Tensor, Rope], Tensor] = apply_rope
+    q: Tensor, k: Tensor, rope: Rope, rotate: Callable[[Tensor, Rope], Tensor] = apply_rope
 ) -> tuple[Tensor, Tensor]:
     """RoPE on queries and keys, which stay in memory as projections wrote them: token by token.
 
@@ -155,26 +155,28 @@ def apply_rope_qk(
     """
     cos, sin = rope
     by_token = cos.transpose(1, 2), sin.transpose(1, 2)
-    q, k = (turn(x.transpose(1, 2), by_token).transpose(1, 2) for x in (q, k))
+    q, k = (rotate(x.transpose(1, 2), by_token).transpose(1, 2) for x in (q, k))
     return q, k
 
 
-def apply_rope_part(q: Tensor, k: Tensor, rope: Rope, turn: Callable[[Tensor, Rope], Tensor]) -> tuple[Tensor, Tensor]:
+def apply_rope_part(
+    q: Tensor, k: Tensor, rope: Rope, rotate: Callable[[Tensor, Rope], Tensor]
+) -> tuple[Tensor, Tensor]:
     """RoPE on the first dimensions of every head, as many as the table has."""
     width = 2 * rope[0].shape[-1]
 
-    def turned(x: Tensor, rope: Rope) -> Tensor:
-        return torch.cat((turn(x[..., :width], rope), x[..., width:]), dim=-1)
+    def rotated(x: Tensor, rope: Rope) -> Tensor:
+        return torch.cat((rotate(x[..., :width], rope), x[..., width:]), dim=-1)
 
-    return apply_rope_qk(q, k, rope, turned)
+    return apply_rope_qk(q, k, rope, rotated)
 
 
 def rope_of(arch: Arch) -> ApplyRope:
     """How an architecture rotates: all of a head, or of what latent attention hands over, is the usual way."""
-    turn = apply_rope_neighbours if arch.rope_interleaved else apply_rope
+    rotate = apply_rope_neighbours if arch.rope_interleaved else apply_rope
     if arch.rotated < arch.head_dim and not arch.is_latent:
-        return partial(apply_rope_part, turn=turn)
-    return partial(apply_rope_qk, turn=turn) if arch.rope_interleaved else apply_rope_qk
+        return partial(apply_rope_part, rotate=rotate)
+    return partial(apply_rope_qk, rotate=rotate) if arch.rope_interleaved else apply_rope_qk
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, how: Scoring = PLAIN) -> Tensor:
@@ -265,15 +267,15 @@ class LatentAttention(Attention):
         """Queries, keys and values by head, rotated."""
         plain = self.head_dim - self.rotated
         q = self.heads(self.q_up(self.q_down_norm(self.q_down(x))) if self.short else self.q(x), self.head_dim)
-        latent, k_turned = self.kv_down(x).split([self.latent, self.rotated], dim=-1)
+        latent, k_rope = self.kv_down(x).split([self.latent, self.rotated], dim=-1)
         kv = self.heads(self.kv_up(self.kv_down_norm(latent)), plain + self.v_head)
         k, v = kv.split([plain, self.v_head], dim=-1)
-        q, q_turned = q.split([plain, self.rotated], dim=-1)
-        k_turned = k_turned[:, None]
+        q, q_rope = q.split([plain, self.rotated], dim=-1)
+        k_rope = k_rope[:, None]
         if rope is not None:
-            q_turned, k_turned = self.rope(q_turned, k_turned, rope)
-        k_turned = k_turned.expand(-1, k.shape[1], -1, -1)
-        return _joined(q, q_turned), _joined(k, k_turned), v
+            q_rope, k_rope = self.rope(q_rope, k_rope, rope)
+        k_rope = k_rope.expand(-1, k.shape[1], -1, -1)
+        return _joined(q, q_rope), _joined(k, k_rope), v
 
 
 def _joined(first: Tensor, second: Tensor) -> Tensor:

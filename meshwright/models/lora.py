@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from meshwright.kernels.coded import CodedPart, decode
 from meshwright.kernels.experts import by_segment, low_rank_by_segment
+from meshwright.kernels.quantized import FrozenPart, decode
 from meshwright.models.dropout import Dropped, kept
 from meshwright.models.init import key, signed
 from meshwright.models.moe import Experts, Multiply, grouped, row_biases
@@ -26,7 +26,7 @@ from meshwright.spec.params import Param, params, stored
 from meshwright.spec.quantized import ABSMAX, BLOCK, SCALES
 from meshwright.spec.tuning import DOWN, MAGNITUDE, UP, Adapter, is_adapter
 
-CodedProduct = Callable[..., Tensor]  # of an input, how a weight is held, and what stands for it
+QuantizedMatmul = Callable[..., Tensor]  # of an input, how a weight is held, and what stands for it
 Across = Callable[[Tensor], Tensor]  # from the square norms of parts of rows to those of the rows
 
 
@@ -34,8 +34,8 @@ class FrozenLinear(nn.Linear):
     """A linear layer whose weight is frozen, and may be held in few bits."""
 
     scales: nn.Parameter  # of codes, where there are any
-    coded: CodedPart | None = None
-    coded_product: CodedProduct | None = None  # transforms may put a function here; None: the weight is decoded
+    quantized: FrozenPart | None = None
+    quantized_matmul: QuantizedMatmul | None = None  # transforms may put a function here; None: the weight is decoded
 
     def forward(self, input: Tensor) -> Tensor:
         y = self.product(input)
@@ -43,9 +43,9 @@ class FrozenLinear(nn.Linear):
 
     def product(self, x: Tensor) -> Tensor:
         """What the layer returns, but for its bias; transforms may put another function here."""
-        if self.coded is None:
+        if self.quantized is None:
             return F.linear(x, self.weight)
-        return (self.coded_product or _Decoded.apply)(x, self.coded, *self.parts)
+        return (self.quantized_matmul or _Decoded.apply)(x, self.quantized, *self.parts)
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -55,7 +55,7 @@ class FrozenLinear(nn.Linear):
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The weight as numbers."""
-        return self.weight if self.coded is None else decode(self.coded, self.parts, dtype)
+        return self.weight if self.quantized is None else decode(self.quantized, self.parts, dtype)
 
     def hold(self, tensors: tuple[Param, ...]) -> None:
         """Have memory for these instead of the weight."""
@@ -63,7 +63,7 @@ class FrozenLinear(nn.Linear):
         for param in tensors:
             memory = torch.empty(param.shape, dtype=torch.uint8, device=self.weight.device)
             self.register_parameter(param.name.rpartition(".")[2], nn.Parameter(memory, requires_grad=False))
-        self.coded = CodedPart(tensors[0].held, self.in_features // BLOCK)
+        self.quantized = FrozenPart(tensors[0].held, self.in_features // BLOCK)
         self.register_parameter("bias", bias)
 
 
@@ -71,7 +71,7 @@ class _Decoded(Function):
     """A matmul with a weight that exists only while it is multiplied."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, how: CodedPart, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, how: FrozenPart, *parts: Tensor) -> Tensor:
         ctx.how = how
         ctx.save_for_backward(*parts)
         return F.linear(x, decode(how, parts, x.dtype))
@@ -95,8 +95,8 @@ class LoraLinear(FrozenLinear):
     first: int = 0  # of the inputs, the first that this rank has
 
     def product(self, x: Tensor) -> Tensor:
-        # With A, then with B: never with their product, which has the size of the weight. The narrow one is scaled, so
-        # that a compiled block adds the wide one where it is multiplied.
+        # With A, then with B: never with their product, which has the size of the weight. The small one is scaled, so
+        # that a compiled block adds the large one where it is multiplied.
         return super().product(x) + F.linear(self.down(x) * (0.0 if self.off else self.scale), self.lora_b)
 
     @property
@@ -140,10 +140,10 @@ def _left(x: Tensor, keep: Tensor, p: float) -> Tensor:
 
 def square_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Those of the rows of W + s · B A, never made: of W, of s · B A, and twice what the two have in common."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    own = torch.linalg.vector_norm(weight, dim=-1, dtype=wide).square()
-    common = ((weight @ a.mT).to(wide) * b).sum(-1)
-    return own + 2 * scale * common + scale**2 * ((b.to(wide) @ (a.to(wide) @ a.to(wide).mT)) * b).sum(-1)
+    accum = torch.promote_types(weight.dtype, torch.float32)
+    own = torch.linalg.vector_norm(weight, dim=-1, dtype=accum).square()
+    common = ((weight @ a.mT).to(accum) * b).sum(-1)
+    return own + 2 * scale * common + scale**2 * ((b.to(accum) @ (a.to(accum) @ a.to(accum).mT)) * b).sum(-1)
 
 
 def alone(squares: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class AdaptedExperts(Experts):
 
     scale: float
     off = False  # as of a linear layer
-    coded: dict[str, CodedPart]  # of the stacks that are
+    quantized: dict[str, FrozenPart]  # of the stacks that are
     low_rank: LowRank  # transforms may put another function here
     across: dict[str, Across]  # of each stack; of one whose rows are cut a transform puts another
 
@@ -202,9 +202,9 @@ class AdaptedExperts(Experts):
         return y * row_biases((magnitude / norms).to(y.dtype), ends, len(y))
 
     def _frozen(self, stack: str, x: Tensor, ends: Tensor) -> Tensor:
-        if stack not in self.coded:
+        if stack not in self.quantized:
             return super().product(stack, x, ends)
-        return _DecodedStack.apply(x, self.multiply, ends, self.coded[stack], *self.parts(stack))
+        return _DecodedStack.apply(x, self.multiply, ends, self.quantized[stack], *self.parts(stack))
 
     def parts(self, stack: str) -> tuple[Tensor, ...]:
         """What stands for a stack in few bits."""
@@ -213,16 +213,16 @@ class AdaptedExperts(Experts):
 
     def matrices(self, stack: str, dtype: torch.dtype) -> Tensor:
         """A stack as numbers."""
-        if stack not in self.coded:
+        if stack not in self.quantized:
             return getattr(self, stack)
-        return decode(self.coded[stack], self.parts(stack), dtype)
+        return decode(self.quantized[stack], self.parts(stack), dtype)
 
     def hold(self, tensors: tuple[Param, ...], adapter: Adapter) -> None:
         """Have memory for these, in this order, instead of what there is."""
         device, widths = self.up.device, {name: weight.shape[-1] for name, weight in self.named_parameters()}
         before = dict(self.named_parameters())
         self._parameters.clear()
-        self.coded = {}
+        self.quantized = {}
         for param in tensors:
             name = param.name.rpartition(".")[2]
             dtype = torch.uint8 if param.item else torch.get_default_dtype()
@@ -231,7 +231,7 @@ class AdaptedExperts(Experts):
                 before[name] = nn.Parameter(memory, requires_grad=not param.item)
             self.register_parameter(name, before[name])
             if param.item and name in widths:
-                self.coded[name] = CodedPart(param.held, widths[name] // BLOCK)
+                self.quantized[name] = FrozenPart(param.held, widths[name] // BLOCK)
         self.scale, self.compute = adapter.scale, grouped
         self.multiply, self.low_rank = by_segment, low_rank_by_segment
         self.across = dict.fromkeys(("gate", "up", "down"), alone)
@@ -241,7 +241,7 @@ class _DecodedStack(Function):
     """A grouped product with matrices that exist only while they are multiplied."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, multiply: Multiply, ends: Tensor, how: CodedPart, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, multiply: Multiply, ends: Tensor, how: FrozenPart, *parts: Tensor) -> Tensor:
         ctx.multiply, ctx.how = multiply, how
         ctx.save_for_backward(ends, *parts)
         return multiply(x, decode(how, parts, x.dtype), ends)
@@ -299,14 +299,14 @@ def adapt(model: nn.Module, arch: Arch) -> None:
     if arch.adapter.dropout:
         for block in model.get_submodule("blocks").children():
             linears = [module for module in block.modules() if isinstance(module, LoraLinear)]
-            block.forward = partial(_told, block.forward, linears)
+            block.forward = partial(_with_index, block.forward, linears)
 
 
-def _told(forward: Callable[..., Tensor], linears: list[LoraLinear], *arguments: Any) -> Tensor:
+def _with_index(forward: Callable[..., Tensor], linears: list[LoraLinear], *args: Any) -> Tensor:
     """A block whose adapters know the index of its tokens, its last argument; inside what may be recomputed."""
     for linear in linears:
-        linear.index = arguments[-1]
-    return forward(*arguments)
+        linear.index = args[-1]
+    return forward(*args)
 
 
 def freeze(model: nn.Module, arch: Arch, dtype: torch.dtype) -> None:

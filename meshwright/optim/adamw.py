@@ -113,7 +113,7 @@ class AdamWRule(UpdateRule):
 
 def _quantized_group(optimizer: "ResidentOptimizer", indices: list[int]) -> QuantizedGroup:
     """Some weights of one kind, their quantized moments, and what their form has beside them."""
-    weights, masters = ([held[i] for i in indices] for held in (optimizer.weights, optimizer.wide))
+    weights, masters = ([held[i] for i in indices] for held in (optimizer.weights, optimizer.masters))
     moments = [QuantizedMoments(*optimizer.states_of(i), lead=optimizer.quantized[i].lead) for i in indices]
     state_dtype = optimizer.optim.state_dtype
     if optimizer.optim.master_weights == "split":
@@ -128,10 +128,10 @@ def _quantized_group(optimizer: "ResidentOptimizer", indices: list[int]) -> Quan
 def _group(optimizer: "ResidentOptimizer", indices: list[int]) -> AdamWGroup:
     """Some weights as they are updated, their moments, and what their form has beside them."""
     weights = [optimizer.weights[i] for i in indices]
-    masters = [optimizer.wide[i] for i in indices]
+    masters = [optimizer.masters[i] for i in indices]
     first, second = (list(states) for states in zip(*(optimizer.states_of(i) for i in indices), strict=True))
-    narrow = first[0].dtype == torch.bfloat16
-    state_draws = [rounding_draws(weight, "state_draws") for weight in weights] if narrow else []
+    is_low = first[0].dtype == torch.bfloat16
+    state_draws = [rounding_draws(weight, "state_draws") for weight in weights] if is_low else []
     if optimizer.optim.master_weights == "split":
         low = [low_bits(weight) for weight in weights]
         return BF16Group(masters, first, second, low=low, state_draws=state_draws)

@@ -50,7 +50,7 @@ def measured(chunks: Sequence[nn.Module], loss_sum: Tensor, mesh: Mesh, asked: f
 
 
 def grad_stats(loss: Tensor, square: Tensor, scale: Tensor, limit: float) -> GradStats:
-    """The verdict over the job's loss and the gradient's square norm, which still has the loss scale in it."""
+    """Statistics of the job's loss and the gradient's square norm, which still has the loss scale in it."""
     norm = square.sqrt() / scale
     finite = norm.isfinite()
     shrink = (limit / norm.clamp(min=limit)) if limit > 0 else torch.ones_like(norm)
@@ -77,10 +77,10 @@ def square_share(chunks: Iterable[nn.Module], mesh: Mesh, names: Collection[str]
 
 def square_norm(tensors: list[Tensor]) -> Tensor:
     """The sum of squares of all elements, summed in at least fp32."""
-    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    accum = torch.promote_types(tensors[0].dtype, torch.float32)
     parts = [_rows(tensor) for tensor in tensors]
-    norms = torch.stack(torch._foreach_norm([rest for _, rest in parts], 2.0, dtype=wide))
-    long = [torch.linalg.vector_norm(rows, dim=1, dtype=wide) for rows, _ in parts if rows is not None]
+    norms = torch.stack(torch._foreach_norm([rest for _, rest in parts], 2.0, dtype=accum))
+    long = [torch.linalg.vector_norm(rows, dim=1, dtype=accum) for rows, _ in parts if rows is not None]
     return torch.cat([norms, *long]).double().square().sum()
 
 

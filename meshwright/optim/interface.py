@@ -182,8 +182,8 @@ class Optimizer(ABC):
         return ()
 
     @abstractmethod
-    def step(self, rate: float, verdict: GradStats) -> None:
-        """Update every weight that has a gradient, or none when the verdict says the gradient is not finite."""
+    def step(self, rate: float, stats: GradStats) -> None:
+        """Update every weight that has a gradient, or none when the statistics say the gradient is not finite."""
 
     def zero_grad(self) -> None:
         """Forget the gradient, and its memory."""

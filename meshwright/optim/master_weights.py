@@ -48,10 +48,10 @@ def weight_dtype(optim: Optim, plan: Plan) -> torch.dtype:
     return torch.bfloat16 if optim.master_weights != "fp32" else precision.weight_dtype(plan)
 
 
-def state_dtype(optim: Optim, wide: Tensor) -> torch.dtype:
+def state_dtype(optim: Optim, master: Tensor) -> torch.dtype:
     """The dtype of a weight's states beside it, from how the optimizer updates it."""
-    narrow = optim.state_dtype == "bf16" and optim.master_weights != "fp32"
-    return torch.bfloat16 if narrow else accum_dtype(wide)
+    is_low = optim.state_dtype == "bf16" and optim.master_weights != "fp32"
+    return torch.bfloat16 if is_low else accum_dtype(master)
 
 
 def attach(chunks: Iterable[nn.Module], run: Run) -> None:
@@ -85,25 +85,25 @@ def beside(weight: Tensor) -> dict[str, Tensor]:
     return {} if low is None else {"low": low.view(torch.bfloat16)}
 
 
-def widened(weight: Tensor, wide: Tensor, part: slice = EVERYTHING) -> Tensor:
+def widened(weight: Tensor, master: Tensor, part: slice = EVERYTHING) -> Tensor:
     """A weight, or its master weight, as an update reads it; or some of its elements, flat."""
     low = getattr(weight, "low_bits", None)
     if part != EVERYTHING:
-        wide, low = wide.view(-1)[part], None if low is None else low.view(-1)[part]
-    return wide.to(accum_dtype(wide)) if low is None else join(wide, low)
+        master, low = master.view(-1)[part], None if low is None else low.view(-1)[part]
+    return master.to(accum_dtype(master)) if low is None else join(master, low)
 
 
-def _store_wide(weight: Tensor, wide: Tensor, updated: Tensor, count: Tensor, begin: int = 0) -> None:
-    wide.view(-1)[begin : begin + updated.numel()].copy_(updated.reshape(-1))
+def _store_master(weight: Tensor, master: Tensor, updated: Tensor, count: Tensor, begin: int = 0) -> None:
+    master.view(-1)[begin : begin + updated.numel()].copy_(updated.reshape(-1))
 
 
-def _store_split(weight: Tensor, wide: Tensor, updated: Tensor, count: Tensor, begin: int = 0) -> None:
+def _store_split(weight: Tensor, master: Tensor, updated: Tensor, count: Tensor, begin: int = 0) -> None:
     high, low = split(updated.reshape(-1))
-    wide.view(-1)[begin : begin + len(high)].copy_(high)
+    master.view(-1)[begin : begin + len(high)].copy_(high)
     low_bits(weight).view(-1)[begin : begin + len(low)].copy_(low)
 
 
-def _store_rounded(weight: Tensor, wide: Tensor, updated: Tensor, count: Tensor, begin: int = 0) -> None:
+def _store_rounded(weight: Tensor, master: Tensor, updated: Tensor, count: Tensor, begin: int = 0) -> None:
     flat = updated.reshape(-1)
     block = CPU_BLOCK if flat.device.type == "cpu" else DEVICE_BLOCK
 
@@ -112,13 +112,13 @@ def _store_rounded(weight: Tensor, wide: Tensor, updated: Tensor, count: Tensor,
             new = flat[start : start + block]
             yield slice(begin + start, begin + start + len(new)), lambda _, new=new: new
 
-    _stochastic(weight, wide.view(-1), blocks(), count)
+    _stochastic(weight, master.view(-1), blocks(), count)
 
 
 # By optim.master_weights, what writes a weight that was updated as a whole, from its value and the update's number; or
 # the elements of it from one on.
 STORES: dict[str, Callable[..., None]] = {
-    "fp32": _store_wide, "split": _store_split, "none": _store_rounded,
+    "fp32": _store_master, "split": _store_split, "none": _store_rounded,
 }  # fmt: skip
 
 
@@ -129,9 +129,9 @@ def rounded(optimizer: "ResidentOptimizer", rule: UpdateRule) -> Update:
     def update(indices: list[int], terms: UpdateTerms) -> None:
         arithmetic = rule.arithmetic(terms, torch.float32)
         for i in indices:
-            assert optimizer.wide[i].dtype == torch.bfloat16, "weights are made in bf16 when rounding says so"
+            assert optimizer.masters[i].dtype == torch.bfloat16, "weights are made in bf16 when rounding says so"
             blocks = _blocks(optimizer, i, arithmetic, terms)
-            round_to(optimizer.weights[i], optimizer.wide[i].view(-1), blocks, terms.count)
+            round_to(optimizer.weights[i], optimizer.masters[i].view(-1), blocks, terms.count)
 
     return update
 

@@ -138,7 +138,7 @@ class MuonUpdate:
             for index, name in enumerate(optimizer.updaters)
             if name == "muon"
         }
-        first = optimizer.wide[next(iter(self.held))]
+        first = optimizer.masters[next(iter(self.held))]
         # Matrices travel and are multiplied in low precision where the model is; fp16 has too few exponents for it.
         self.dtype = torch.bfloat16 if precision.is_low(plan) else first.dtype
         fused = settle(plan.kernels, first.device, first.dtype).kind == "fused" and not alone
@@ -167,14 +167,14 @@ class MuonUpdate:
             orthogonalizer.run(fill, apply)
         weights = self.optimizer.weights
         if not self.fused and precision.has_master(weights[0]):  # all weights have a bf16 copy, or none has
-            torch._foreach_copy_([weights[i] for i in indices], [self.optimizer.wide[i] for i in indices])
+            torch._foreach_copy_([weights[i] for i in indices], [self.optimizer.masters[i] for i in indices])
 
     def _teams(self, indices: list[int]) -> list[tuple[list[int], "Orthogonalizer"]]:
         """Weights by who holds them together."""
         by_team: dict[tuple[bool, int, int], list[int]] = {}
         for index in indices:
             by_team.setdefault(self.held[index].team, []).append(index)
-        device = self.optimizer.wide[0].device
+        device = self.optimizer.masters[0].device
         return [
             (
                 members,
@@ -204,11 +204,11 @@ class PlainElements:
 
     def move(self, index: int, number: int, made: Tensor, by: float) -> None:
         """Move the weight by an orthogonalized matrix, after its decay."""
-        weight, wide = self.optimizer.weights[index], self.optimizer.wide[index]
+        weight, master = self.optimizer.weights[index], self.optimizer.masters[index]
         part = slice(number * made.numel(), (number + 1) * made.numel())
-        held = widened(weight, wide, part)
+        held = widened(weight, master, part)
         moved = elements.moved(held, made.reshape(-1), self.stays(index), by, self.step.finite)
-        self.store(weight, wide, moved, self.terms.count, part.start)
+        self.store(weight, master, moved, self.terms.count, part.start)
 
     def stays(self, index: int) -> float:
         """What decay leaves of a weight."""
@@ -230,13 +230,13 @@ class FusedElements(PlainElements):
 
     def move(self, index: int, number: int, made: Tensor, by: float) -> None:
         """Move the weight by an orthogonalized matrix, after its decay."""
-        weight, wide = self.optimizer.weights[index], self.optimizer.wide[index]
+        weight, master = self.optimizer.weights[index], self.optimizer.masters[index]
         beside = None
         if precision.has_master(weight):
             beside = _matrix(local(weight.detach()), number)
         elif self.optimizer.optim.master_weights == "split":
             beside = _matrix(low_bits(weight), number)
-        elements.move_fused(_matrix(wide, number), beside, made, self.stays(index), by, self.scalars)
+        elements.move_fused(_matrix(master, number), beside, made, self.stays(index), by, self.scalars)
 
 
 def _matrix(part: Tensor, number: int) -> Tensor:

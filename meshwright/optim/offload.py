@@ -455,12 +455,12 @@ class OffloadedOptimizer(Optimizer):
         return found
 
     @torch.no_grad()
-    def step(self, rate: float, verdict: GradStats) -> None:
+    def step(self, rate: float, stats: GradStats) -> None:
         """Start to update every weight, or none when the gradient is not finite."""
         self._join()
-        self._count += verdict.finite
+        self._count += stats.finite
         gradients = [weight.grad for weight in self.weights]
-        terms = UpdateTerms(rate, 0.0, self._count, verdict.factor, verdict.finite)  # each piece has its own decay
+        terms = UpdateTerms(rate, 0.0, self._count, stats.factor, stats.finite)  # each piece has its own decay
         self.gates.close()
         self.running = self.threads.submit(self._run, terms, gradients, here(self.device))
 

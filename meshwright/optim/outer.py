@@ -136,7 +136,7 @@ class Bucket:
 
     fragment: int
     weights: list[nn.Parameter]
-    wide: Tensors  # this rank's parts, as the optimizer updates them
+    masters: Tensors  # this rank's parts, as the optimizer updates them
     anchor: Tensors  # empty where the outer update needs none
     momentum: Tensors
 
@@ -209,7 +209,7 @@ class OuterLoop(NoOuterLoop):
     def _anchor(self) -> None:
         for bucket in self.buckets:
             if bucket.anchor:
-                torch._foreach_copy_(bucket.anchor, bucket.wide)
+                torch._foreach_copy_(bucket.anchor, bucket.masters)
 
     @torch.no_grad()
     def sum_gradients(self, step: int) -> None:
@@ -243,18 +243,18 @@ class OuterLoop(NoOuterLoop):
 
     def _note_synced(self, due: tuple[int, ...]) -> None:
         """Keep the checksum of what replicas leave a sync with, for the next one."""
-        synced = [tensor for bucket in self.buckets if bucket.fragment in due for tensor in bucket.wide]
+        synced = [tensor for bucket in self.buckets if bucket.fragment in due for tensor in bucket.masters]
         if self.run.faults.compare_every and synced:
             self.checksum = torch.stack([bit_sum(tensor) for tensor in synced]).sum()
 
     def _sync(self, bucket: Bucket, codes: Codes, step: int) -> None:
-        parts, wide = self.mesh.parts, bucket.wide
+        parts, masters = self.mesh.parts, bucket.masters
         if not bucket.anchor:  # an exact mean
-            flat = _flat(wide)
+            flat = _flat(masters)
             dist.all_reduce(flat, group=self.group)
-            torch._foreach_copy_(wide, _like(flat.div_(parts), wide))
+            torch._foreach_copy_(masters, _like(flat.div_(parts), masters))
             return
-        delta = list(torch._foreach_sub(bucket.anchor, wide))
+        delta = list(torch._foreach_sub(bucket.anchor, masters))
         if codes.bits:
             mean = codes.mean(delta, self.group)
         else:
@@ -262,7 +262,7 @@ class OuterLoop(NoOuterLoop):
             dist.all_reduce(flat, group=self.group)
             mean = _like(flat.div_(parts), delta)
         self.update(bucket.anchor, bucket.momentum, mean, self._rate(step, bucket.fragment))
-        torch._foreach_copy_(wide, bucket.anchor)
+        torch._foreach_copy_(masters, bucket.anchor)
 
     def _rate(self, step: int, fragment: int) -> float:
         """The learning rate with which the replicas began to part since the last sync of a fragment."""
@@ -342,13 +342,13 @@ def _buckets(run: Run, chunks: Sequence[nn.Module], optimizer: Optimizer) -> Ite
             key = table[name].layer, table[name].expert and run.plan.ep > 1
             groups.setdefault(key, []).append(weight)
         for (layer, _), weights in groups.items():
-            wide = [held[id(weight)]["weight"] for weight in weights]
+            masters = [held[id(weight)]["weight"] for weight in weights]
             yield Bucket(
                 fragment_of(layer, run.plan.outer_fragments),
                 weights,
-                wide,
-                anchor=[tensor.clone() for tensor in wide] if ANCHOR in kinds else [],
-                momentum=[torch.zeros_like(tensor) for tensor in wide] if MOMENTUM in kinds else [],
+                masters,
+                anchor=[tensor.clone() for tensor in masters] if ANCHOR in kinds else [],
+                momentum=[torch.zeros_like(tensor) for tensor in masters] if MOMENTUM in kinds else [],
             )
 
 

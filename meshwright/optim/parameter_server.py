@@ -167,10 +167,10 @@ class ParameterServer:
         assert told.numel() == TOLD, "what the planner counts"
         dist.all_reduce(told, group=self.serving)
         square, loss, votes, tokens = told.unbind()
-        verdict = clip.grad_stats(loss, square, torch.ones_like(square), self.run.optim.grad_clip)
-        self.optimizer.step(push.rate, verdict)
+        stats = clip.grad_stats(loss, square, torch.ones_like(square), self.run.optim.grad_clip)
+        self.optimizer.step(push.rate, stats)
         self.optimizer.zero_grad()
-        self._publish(push.step + 1, UpdateResult(loss / tokens, votes, verdict.norm))
+        self._publish(push.step + 1, UpdateResult(loss / tokens, votes, stats.norm))
 
     def _publish(self, version: int, result: UpdateResult | None) -> None:
         """Send this server's rows to every host, and tell the worker here."""
@@ -230,10 +230,10 @@ class ServedOptimizer(Optimizer):
         begin, end = served_rows(len(weight), self.server.run.plan.replicate, self.server.mesh.part)
         return ((begin, end), *((0, size) for size in weight.shape[1:]))
 
-    def step(self, rate: float, verdict: GradStats) -> None:
+    def step(self, rate: float, stats: GradStats) -> None:
         """The servers do it, when they have all gradients of this step."""
         # This worker's gradient is a share of the sum: as many times as much is comparable with that of all.
-        self.rate, self.norm = rate, verdict.norm * self.server.run.plan.replicate
+        self.rate, self.norm = rate, stats.norm * self.server.run.plan.replicate
 
     def settle(self) -> None:
         self.server.settle()

@@ -81,13 +81,13 @@ def _part(weight: Tensor, format: BlockFormat, dtype: torch.dtype) -> QuantizedP
     return QuantizedPart(format, dtype, (begin, begin + length), size, among if format.cuts_block(size, parts) else ())
 
 
-def empty_states(names: Sequence[str], wide: Tensor, part: QuantizedPart) -> dict[str, Tensor]:
+def empty_states(names: Sequence[str], master: Tensor, part: QuantizedPart) -> dict[str, Tensor]:
     """New states of a weight: of every name its codes, and its scales, which are 0."""
     made: dict[str, Tensor] = {}
     for name in names:
         codes, blocks = len(part.format.code_bytes(part.columns)), len(part.blocks)
-        made[name] = wide.new_zeros(*wide.shape[:-1], codes, dtype=part.dtype)
-        made[scales_name(name)] = wide.new_zeros(*wide.shape[:-1], blocks, dtype=accum_dtype(wide))
+        made[name] = master.new_zeros(*master.shape[:-1], codes, dtype=part.dtype)
+        made[scales_name(name)] = master.new_zeros(*master.shape[:-1], blocks, dtype=accum_dtype(master))
     return made
 
 
@@ -112,14 +112,14 @@ def update_quantized(optimizer: "ResidentOptimizer", rule: UpdateRule) -> Update
     round_to = master_weights.ROUND_TO[optimizer.optim.master_weights]
 
     def update(indices: list[int], terms: UpdateTerms) -> None:
-        dtypes = {accum_dtype(optimizer.wide[i]) for i in indices}
+        dtypes = {accum_dtype(optimizer.masters[i]) for i in indices}
         rules = {dtype: rule.arithmetic(terms, dtype) for dtype in dtypes}
-        pieces = {i: RowPieces(optimizer, i, rules[accum_dtype(optimizer.wide[i])], terms) for i in indices}
+        pieces = {i: RowPieces(optimizer, i, rules[accum_dtype(optimizer.masters[i])], terms) for i in indices}
         agreed = agree({i: (each.part, each.measured()) for i, each in pieces.items() if each.part.shared})
         for i, each in pieces.items():
-            round_to(optimizer.weights[i], optimizer.wide[i].view(-1), each.updates(agreed.get(i)), terms.count)
+            round_to(optimizer.weights[i], optimizer.masters[i].view(-1), each.updates(agreed.get(i)), terms.count)
         if precision.has_master(optimizer.weights[0]):  # all weights have a bf16 copy, or none has
-            torch._foreach_copy_([optimizer.weights[i] for i in indices], [optimizer.wide[i] for i in indices])
+            torch._foreach_copy_([optimizer.weights[i] for i in indices], [optimizer.masters[i] for i in indices])
 
     return update
 
@@ -159,8 +159,8 @@ class RowPieces:
 
     def __init__(self, optimizer: "ResidentOptimizer", i: int, arithmetic: Arithmetic, terms: UpdateTerms) -> None:
         self.part, self.arithmetic, self.finite = optimizer.quantized[i], arithmetic, terms.finite > 0
-        self.weight, self.wide = optimizer.weights[i], optimizer.wide[i]
-        self.columns, self.rows = self.wide.shape[-1], math.prod(self.wide.shape[:-1])
+        self.weight, self.master = optimizer.weights[i], optimizer.masters[i]
+        self.columns, self.rows = self.master.shape[-1], math.prod(self.master.shape[:-1])
         self.gradient = local(given(self.weight)).reshape(self.rows, self.columns)
         held = [state.view(self.rows, state.shape[-1]) for state in optimizer.states_of(i)]
         self.states = [(codes.view(torch.uint8), scales) for codes, scales in zip(held[::2], held[1::2], strict=True)]
@@ -176,7 +176,7 @@ class RowPieces:
         return found
 
     def updates(self, agreed: Scales | None) -> Blocks:
-        """Parts of the flattened weight, each with the function from its wide values to the updated ones."""
+        """Parts of the flattened weight, each with the function from its master values to the updated ones."""
         for rows in self._pieces():
             yield slice(rows.start * self.columns, rows.stop * self.columns), partial(self._write, rows, agreed)
 
@@ -200,7 +200,7 @@ class RowPieces:
         return self.arithmetic(weight, self.gradient[rows].to(weight.dtype), states)
 
     def _value(self, rows: slice) -> Tensor:
-        flat, low = self.wide.view(self.rows, self.columns)[rows], getattr(self.weight, "low_bits", None)
+        flat, low = self.master.view(self.rows, self.columns)[rows], getattr(self.weight, "low_bits", None)
         return (
             flat.to(accum_dtype(flat))
             if low is None
@@ -208,12 +208,14 @@ class RowPieces:
         )
 
     def _pieces(self) -> Iterator[slice]:
-        block = CPU_BLOCK if self.wide.device.type == "cpu" else DEVICE_BLOCK
+        block = CPU_BLOCK if self.master.device.type == "cpu" else DEVICE_BLOCK
         each = max(block // self.columns, 1)
         return (slice(first, min(first + each, self.rows)) for first in range(0, self.rows, each))
 
 
 def codecs_of(optimizer: "ResidentOptimizer", i: int) -> list[Codec]:
     """Those of a weight's states, in the order of the rule."""
-    signed, unsigned = codecs(optimizer.optim.state_dtype, accum_dtype(optimizer.wide[i]), optimizer.wide[i].device)
+    signed, unsigned = codecs(
+        optimizer.optim.state_dtype, accum_dtype(optimizer.masters[i]), optimizer.masters[i].device
+    )
     return [unsigned if state.name == UNSIGNED else signed for state in optimizer.spec.states]

@@ -85,13 +85,13 @@ class ResidentOptimizer(Optimizer):
         self.compressing: CompressingRule | None = None  # of replicas that exchange momenta in one bit
         self.weights = list(weights)
         self.names = list(names or [""] * len(self.weights))
-        self.wide = [precision.master(weight) for weight in self.weights]
+        self.masters = [precision.master(weight) for weight in self.weights]
         # Those that update a weight, by their names, and each weight's states.
         self.updaters = [self.spec.of(*pair).name for pair in self._named()]
         self.quantized = quantized_parts(self.weights, optim.state_dtype)
         self._quantized_of = {id(self.weights[i]): part for i, part in self.quantized.items()}
         self._states = [self._new_states(i, *pair) for i, pair in enumerate(self._named())]
-        self._count = torch.zeros((), dtype=torch.float32, device=self.wide[0].device)
+        self._count = torch.zeros((), dtype=torch.float32, device=self.masters[0].device)
         self.missed = [0] * len(self.weights)  # updates for which each weight had no gradient
         self.updates = {name: self._choose(plan, name) for name in dict.fromkeys(self.updaters)}
 
@@ -99,13 +99,13 @@ class ResidentOptimizer(Optimizer):
         return ((name, weight.dim()) for name, weight in zip(self.names, self.weights, strict=True))
 
     def _new_states(self, i: int, name: str, dims: int) -> dict[str, Tensor]:
-        wide, states = self.wide[i], self.spec.states_of(name, dims)
+        master, states = self.masters[i], self.spec.states_of(name, dims)
         if i in self.quantized:
-            return empty_states([state.name for state in states], wide, self.quantized[i])
-        found = {state.name: _zeros(state.shape_beside(tuple(wide.shape)), wide, self.optim) for state in states}
+            return empty_states([state.name for state in states], master, self.quantized[i])
+        found = {state.name: _zeros(state.shape_beside(tuple(master.shape)), master, self.optim) for state in states}
         if self.spec.compresses:
-            length = chunk_length(wide.numel(), self.mesh.apart if self.mesh is not None else 1)
-            found[SERVER_ERROR] = _zeros((length,), wide, self.optim)
+            length = chunk_length(master.numel(), self.mesh.apart if self.mesh is not None else 1)
+            found[SERVER_ERROR] = _zeros((length,), master, self.optim)
         return found
 
     def _choose(self, plan: Plan, name: str) -> Update:
@@ -134,7 +134,7 @@ class ResidentOptimizer(Optimizer):
         masters = self.optim.master_weights == "fp32"
         if plan.deterministic:
             return partial(self._plain, rule) if masters else rounded(self, rule)
-        if settle(plan.kernels, self.wide[0].device, self.wide[0].dtype).kind == "fused":
+        if settle(plan.kernels, self.masters[0].device, self.masters[0].dtype).kind == "fused":
             one_pass = rule.one_pass(self)
             if one_pass is not None:
                 self.is_one_pass = True
@@ -154,8 +154,8 @@ class ResidentOptimizer(Optimizer):
 
     def held(self) -> dict[int, dict[str, Tensor]]:
         found = {}
-        for index, (weight, wide) in enumerate(zip(self.weights, self.wide, strict=True)):
-            found[id(weight)] = {"weight": wide, **beside(weight), **self._states[index]}
+        for index, (weight, master) in enumerate(zip(self.weights, self.masters, strict=True)):
+            found[id(weight)] = {"weight": master, **beside(weight), **self._states[index]}
         return found
 
     def saved_parts(self, weight: Tensor, kind: str, tensor: Tensor) -> Iterable[SavedPart]:
@@ -163,40 +163,40 @@ class ResidentOptimizer(Optimizer):
         return () if part is None else saved_parts(part, kind, tensor)
 
     @torch.no_grad()
-    def step(self, rate: float, verdict: GradStats) -> None:
-        """Update every weight that has a gradient, or none when the verdict says the gradient is not finite.
+    def step(self, rate: float, stats: GradStats) -> None:
+        """Update every weight that has a gradient, or none when the statistics say the gradient is not finite.
 
         One without is as if this step had not been: it does not decay, nor do its states.
         """
-        self._count += verdict.finite
+        self._count += stats.finite
         for (name, decay, missed), indices in self._groups().items():
             count = self._count - missed if missed else self._count
-            self.updates[name](indices, UpdateTerms(rate, decay, count, verdict.factor, verdict.finite))
+            self.updates[name](indices, UpdateTerms(rate, decay, count, stats.factor, stats.finite))
         idle = [i for i, weight in enumerate(self.weights) if weight.grad is None and weight.requires_grad]
-        if idle and verdict.finite:  # the host waits, but not for models that use all of their parameters
+        if idle and stats.finite:  # the host waits, but not for models that use all of their parameters
             for i in idle:
                 self.missed[i] += 1
 
     def _fused(self, rule: UpdateRule, indices: list[int], terms: UpdateTerms) -> None:
-        weights, wide = ([held[i] for i in indices] for held in (self.weights, self.wide))
+        weights, masters = ([held[i] for i in indices] for held in (self.weights, self.masters))
         gradients = [local(given(weight)) for weight in weights]
         states = list(zip(*(self.states_of(i) for i in indices), strict=True))
         widened = gradients
-        if any(each.dtype != accum_dtype(held) for each, held in zip(gradients, wide, strict=True)):
+        if any(each.dtype != accum_dtype(held) for each, held in zip(gradients, masters, strict=True)):
             # Together: a few launches, however many weights there are.
-            widened = [torch.empty_like(each, dtype=accum_dtype(each)) for each in wide]
+            widened = [torch.empty_like(each, dtype=accum_dtype(each)) for each in masters]
             torch._foreach_copy_(widened, gradients)
-        rule.fused(wide, widened, states, terms)
+        rule.fused(masters, widened, states, terms)
         if precision.has_master(weights[0]):  # all weights have a bf16 copy, or none has
-            torch._foreach_copy_(weights, wide)
+            torch._foreach_copy_(weights, masters)
             if widened is not gradients:  # the kernel leaves its gradients clipped
                 torch._foreach_copy_(gradients, widened)
 
     def _plain(self, rule: UpdateRule, indices: list[int], terms: UpdateTerms) -> None:
         finite = terms.finite > 0
-        rules = {dtype: rule.arithmetic(terms, dtype) for dtype in {self.wide[i].dtype for i in indices}}
+        rules = {dtype: rule.arithmetic(terms, dtype) for dtype in {self.masters[i].dtype for i in indices}}
         for i in indices:
-            weight, states = self.wide[i], self.states_of(i)
+            weight, states = self.masters[i], self.states_of(i)
             gradient = local(given(self.weights[i])).to(accum_dtype(weight))
             moved, updated = rules[weight.dtype](weight, gradient, states)
             for held, new in ((weight, moved), *zip(states, updated, strict=True)):
@@ -208,16 +208,16 @@ class ResidentOptimizer(Optimizer):
         parts = [cuts(weight) for weight in self.weights]
 
         def shard(i: int, terms: UpdateTerms) -> WeightShard:
-            weight, wide, finite = self.weights[i], self.wide[i], (terms.finite > 0) | rule.writes_always
+            weight, master, finite = self.weights[i], self.masters[i], (terms.finite > 0) | rule.writes_always
 
             def gradient() -> Tensor:
-                return local(given(weight)).to(accum_dtype(wide)) * terms.factor.to(accum_dtype(wide))
+                return local(given(weight)).to(accum_dtype(master)) * terms.factor.to(accum_dtype(master))
 
             def value() -> Tensor:
-                return master_weights.widened(weight, wide)
+                return master_weights.widened(weight, master)
 
             def write(updated: Tensor) -> None:
-                store(weight, wide, torch.where(finite, updated, value()), terms.count)
+                store(weight, master, torch.where(finite, updated, value()), terms.count)
 
             states, decay = self._states[i], self.decay_of(weight)
             return WeightShard(self.names[i], tuple(weight.shape), parts[i], decay, states, gradient, value, write)
@@ -225,7 +225,7 @@ class ResidentOptimizer(Optimizer):
         def update(indices: list[int], terms: UpdateTerms) -> None:
             rule.update([shard(i, terms) for i in indices], terms)
             if precision.has_master(self.weights[0]):  # all weights have a bf16 copy, or none has
-                torch._foreach_copy_([self.weights[i] for i in indices], [self.wide[i] for i in indices])
+                torch._foreach_copy_([self.weights[i] for i in indices], [self.masters[i] for i in indices])
 
         return update
 
@@ -243,12 +243,12 @@ class ResidentOptimizer(Optimizer):
         return groups
 
 
-def _zeros(shape: tuple[int, ...], wide: Tensor, optim: Optim) -> Tensor:
+def _zeros(shape: tuple[int, ...], master: Tensor, optim: Optim) -> Tensor:
     """A state tensor beside a weight; one of its shape lies as it does."""
-    dtype = state_dtype(optim, wide)
-    if shape == tuple(wide.shape):
-        return torch.zeros_like(wide, dtype=dtype)
-    return torch.zeros(shape, dtype=dtype, device=wide.device)
+    dtype = state_dtype(optim, master)
+    if shape == tuple(master.shape):
+        return torch.zeros_like(master, dtype=dtype)
+    return torch.zeros(shape, dtype=dtype, device=master.device)
 
 
 REMEDY = "use more ranks, whose hosts share the weights out by plan.shard, or leave plan.cpu_offload out"
@@ -261,13 +261,13 @@ class CpuOffloadOptimizer(ResidentOptimizer):
         super().__init__(run.optim, weights, msgspec.structs.replace(run.plan, kernels="plain"))
         self.memory = memory  # pinned for as long as this lives
 
-    def step(self, rate: float, verdict: GradStats) -> None:
+    def step(self, rate: float, stats: GradStats) -> None:
         """Update every weight, or none when the gradient is not finite.
 
         The host waits once a step: no weight is updated before the norm over all ranks' gradients is known.
         """
-        factor, finite = torch.stack([verdict.factor, verdict.finite]).cpu().unbind()
-        super().step(rate, replace(verdict, factor=factor, finite=finite))
+        factor, finite = torch.stack([stats.factor, stats.finite]).cpu().unbind()
+        super().step(rate, replace(stats, factor=factor, finite=finite))
 
 
 def materialise(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> PinnedMemory:

@@ -425,9 +425,9 @@ class _RingAttention(torch.autograd.Function):
         dq, dk, dv = (part.to(q.dtype) for part in parts)
         d_sinks = None
         if sinks is not None:
-            wide = out.to(lse.dtype)
+            upcast = out.to(lse.dtype)
             share = (sinks.to(lse.dtype)[:, None] - lse).exp()
-            d_sinks = -(share * (wide * grad).sum(-1)).sum((0, 2)).to(sinks.dtype)
+            d_sinks = -(share * (upcast * grad).sum(-1)).sum((0, 2)).to(sinks.dtype)
         return dq, dk, dv, d_sinks, None, None, None
 
 

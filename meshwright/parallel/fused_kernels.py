@@ -109,10 +109,10 @@ def group_experts(model: Decoder, plan: Plan, mesh: Mesh) -> None:
 def decode_fused(model: Decoder) -> None:
     """Have one kernel decode each frozen weight that is held in NF4."""
     for module in model.modules():
-        if isinstance(module, FrozenLinear) and module.coded is not None:
-            module.coded = replace(module.coded, is_fused=True)
+        if isinstance(module, FrozenLinear) and module.quantized is not None:
+            module.quantized = replace(module.quantized, is_fused=True)
         elif isinstance(module, AdaptedExperts):
-            module.coded = {stack: replace(how, is_fused=True) for stack, how in module.coded.items()}
+            module.quantized = {stack: replace(how, is_fused=True) for stack, how in module.quantized.items()}
 
 
 def fuse_blocks(model: Decoder, kernels: Kernels = "auto") -> None:

@@ -16,7 +16,7 @@ first, and over the slow ones no more than a shard.
 PowerSGD (Vogels, Karimireddy, Jaggi 2019): replicas exchange two thin factors of each matrix's gradient.
 
 One step of the power method, begun with the last step's factor (warm start), and error feedback. With M_r a replica's
-gradient and what it is owed, turned so that it has no more rows than columns, and n replicas:
+gradient and what it is owed, transposed so that it has no more rows than columns, and n replicas:
 
     P = Σ M_r Q;   P ← an orthonormal basis of its columns;   Q ← Σ M_rᵀ P;   sum ≈ P Qᵀ;   owed: M_r − P Qᵀ / n
 
@@ -239,7 +239,7 @@ class PowerSGD:
 
 def matrices_of(flat: Tensor, shape: Factors) -> Tensor:
     """The matrices of a gradient, none with more rows than columns; a view of it."""
-    if shape.turned:
+    if shape.transposed:
         return flat.view(shape.stack, shape.long, shape.short).mT
     return flat.view(shape.stack, shape.short, shape.long)
 

@@ -151,11 +151,11 @@ class SplitNorm(ParallelStyle):
         )
 
         def forward(x: Tensor) -> Tensor:
-            wide = x.to(accum_dtype(x))
-            square = summed(wide.square().sum(-1, keepdim=True), group) / width
+            upcast = x.to(accum_dtype(x))
+            square = summed(upcast.square().sum(-1, keepdim=True), group) / width
             assert isinstance(module.weight, DTensor)
             weight = mine(module.weight)
-            return (wide * (square + eps).rsqrt() * (1 + weight if offset else weight)).to(x.dtype)
+            return (upcast * (square + eps).rsqrt() * (1 + weight if offset else weight)).to(x.dtype)
 
         module.forward = forward
         return module

@@ -337,12 +337,12 @@ class AdaptedRowwise(RowwiseParallel):
 def hold_adapted(linear: FrozenLinear, device_mesh: DeviceMesh, rows_cut: bool) -> None:
     """Let a rank hold its part of a layer, of its adapter and of what stands for its weight."""
     whole = {"bias", UP, MAGNITUDE} if rows_cut else {DOWN}
-    if linear.coded is not None:
+    if linear.quantized is not None:
         rank, ranks = device_mesh.get_local_rank(), device_mesh.size()
-        whole |= {SCALES} if rows_cut or linear.coded.held == "nf4" else set()
+        whole |= {SCALES} if rows_cut or linear.quantized.held == "nf4" else set()
         blocks, rows = linear.in_features // BLOCK // ranks, -(-linear.out_features // ranks)
         places = {"block": rank * blocks} if rows_cut else {"row": rank * rows}
-        linear.coded = replace(linear.coded, **places)
+        linear.quantized = replace(linear.quantized, **places)
     for key, weight in list(linear.named_parameters(recurse=False)):
         hold(linear, key, weight, device_mesh, [Replicate() if key in whole else Shard(int(rows_cut))])
     if rows_cut and isinstance(linear, LoraLinear):

@@ -14,8 +14,8 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from meshwright.kernels.coded import CodedPart
 from meshwright.kernels.fp8 import Fp8Linear, Sharing, frozen_product, takes
+from meshwright.kernels.quantized import FrozenPart
 from meshwright.models.layers import Attention
 from meshwright.models.lora import FrozenLinear
 from meshwright.models.moe import MoELayer
@@ -65,11 +65,11 @@ def _convert(linear: nn.Linear, plan: Plan, name: str, in_moe: bool) -> None:
 
 def _multiply_codes(linear: FrozenLinear, plan: Plan, name: str) -> None:
     """Let a frozen weight that is held in FP8 be multiplied as it is held."""
-    if linear.coded is None or linear.coded.held != "fp8" or not takes(linear):
+    if linear.quantized is None or linear.quantized.held != "fp8" or not takes(linear):
         return
     sharing = _shared(linear, name) if plan.tp > 1 else None
-    linear.coded_product = partial(
-        _product_of_codes,
+    linear.quantized_matmul = partial(
+        _fp8_matmul,
         scaling=plan.fp8_scaling,
         accumulate=plan.fp8_accumulate,
         grad_format=plan.fp8_grad,
@@ -77,7 +77,7 @@ def _multiply_codes(linear: FrozenLinear, plan: Plan, name: str) -> None:
     )
 
 
-def _product_of_codes(x: Tensor, how: CodedPart, codes: Tensor, scales: Tensor, **keys: Any) -> Tensor:
+def _fp8_matmul(x: Tensor, how: FrozenPart, codes: Tensor, scales: Tensor, **keys: Any) -> Tensor:
     return frozen_product(x, codes, scales, **keys)
 
 

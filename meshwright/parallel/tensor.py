@@ -112,8 +112,8 @@ def _inside(name: str, experts: Experts) -> Placement:
     if part == "bias":
         return Shard(1)
     if part == SCALES:
-        coded = experts.coded[stack] if isinstance(experts, AdaptedExperts) else None
-        return Replicate() if rows_cut or coded is None or coded.held == "nf4" else Shard(1)
+        quantized = experts.quantized[stack] if isinstance(experts, AdaptedExperts) else None
+        return Replicate() if rows_cut or quantized is None or quantized.held == "nf4" else Shard(1)
     if part == DOWN:
         return Shard(2) if rows_cut else Replicate()
     return Replicate() if rows_cut else Shard(1)  # B, and magnitudes
@@ -122,9 +122,9 @@ def _inside(name: str, experts: Experts) -> Placement:
 def _place_adapted(experts: AdaptedExperts, mesh: Mesh) -> None:
     """Tell stacks in few bits where a rank's part of each matrix begins, and sum square norms of rows that are cut."""
     rank, ranks = mesh.place["tp"], mesh.fine["tp"].size()
-    for stack, how in experts.coded.items():
+    for stack, how in experts.quantized.items():
         rows = getattr(experts, stack).shape[1] // ranks
-        experts.coded[stack] = (
+        experts.quantized[stack] = (
             replace(how, block=rank * how.row_blocks // ranks) if stack == "down" else replace(how, row=rank * rows)
         )
     if ranks > 1:

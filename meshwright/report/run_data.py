@@ -79,7 +79,7 @@ class StandingEvidence(msgspec.Struct, frozen=True, kw_only=True):
     patience: float  # seconds without a record after which a run that nobody can ask about is taken to have ended
     said_end: bool  # the last record says that the session is over
     made_all: bool  # the last record is of the last step
-    verdict: Failure | None  # the failure report of the first rank that failed
+    failure: Failure | None  # the failure report of the first rank that failed
     saved: tuple[int, ...] = ()  # steps that have a checkpoint
 
 
@@ -108,7 +108,7 @@ class FolderFacts(msgspec.Struct, frozen=True, kw_only=True):
     commands: list[CommandRecord]  # that were run on the model; some end after everything else
     kept: list[StepRecord]  # the steps that the weights went through
     ranks: tuple[RankSeen, ...]
-    verdicts: tuple[Failure, ...]  # failure reports of ranks, the earliest first
+    failures: tuple[Failure, ...]  # failure reports of ranks, the earliest first
     ends: dict[str, Failure]  # what ended attempts, by session and number
     saved: tuple[int, ...]  # steps that have a checkpoint
     owner: Owner | None  # who holds the folder, or held it last
@@ -148,7 +148,7 @@ def facts(path: Path) -> FolderFacts:
         commands=[each for each in lines.records if isinstance(each, CommandRecord)],
         kept=kept(lines.records),
         ranks=ranks,
-        verdicts=_verdicts(path, notes),
+        failures=_failures(path, notes),
         ends=_ends(path, notes),
         saved=tuple(present(path / CHECKPOINTS)),
         owner=owner(path / "lock"),
@@ -256,8 +256,8 @@ def standing(evidence: StandingEvidence) -> Standing:
 
 def _ending(evidence: StandingEvidence) -> tuple[str, str]:
     """What ended a run, as far as anybody wrote it down, and what to do."""
-    if evidence.verdict is not None:
-        return f"stopped early: {evidence.verdict.what}", evidence.verdict.remedy
+    if evidence.failure is not None:
+        return f"stopped early: {evidence.failure.what}", evidence.failure.remedy
     resuming, saved = "run the same command again: it starts over, since no checkpoint was saved", "no checkpoint saved"
     if evidence.saved:
         resuming = f"run the same command again to resume from step {evidence.saved[-1]:,}"
@@ -348,7 +348,7 @@ def _json(file: Path, kind: type[Value], notes: list[str], without: str) -> Valu
     return None
 
 
-def _verdicts(path: Path, notes: list[str]) -> tuple[Failure, ...]:
+def _failures(path: Path, notes: list[str]) -> tuple[Failure, ...]:
     try:
         return tuple(sorted(failure.read(path), key=lambda each: each.at))
     except (OSError, msgspec.MsgspecError) as error:

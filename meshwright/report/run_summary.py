@@ -348,7 +348,7 @@ def _evidence(facts: FolderFacts, measured: Steps | None) -> StandingEvidence:
         patience=max(PATIENCE, PATIENT_STEPS * measured.slowest if measured else 0.0),
         said_end=isinstance(last, EndRecord),
         made_all=last is not None and last.step >= facts.run.steps,
-        verdict=next(iter(facts.verdicts), ended),
+        failure=next(iter(facts.failures), ended),
         saved=facts.saved,
     )
 

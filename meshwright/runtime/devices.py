@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from meshwright.spec.units import GIB
+from meshwright.spec.units import GIB, gib
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
 MEMINFO = Path("/proc/meminfo")
@@ -206,7 +206,7 @@ class CardProcess(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int | None  # None: nobody says
 
     def __str__(self) -> str:
-        size = f", {self.bytes / GIB:.1f} GiB" if self.bytes is not None else ""
+        size = f", {gib(self.bytes)} GiB" if self.bytes is not None else ""
         return f"process {self.pid}{f' ({self.name})' if self.name else ''}{size}"
 
 

@@ -121,21 +121,21 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 class FailureError(RuntimeError):
     """Something that ends a run with a failure report of its own."""
 
-    def __init__(self, verdict: Failure) -> None:
-        super().__init__(verdict.what)
-        self.verdict = verdict
+    def __init__(self, report: Failure) -> None:
+        super().__init__(report.what)
+        self.report = report
 
 
-def verdict_of(error: Exception) -> Failure | None:
+def report_of(error: Exception) -> Failure | None:
     """The failure report that an error carries, a rank's own or that of another process; None: it is none of ours."""
-    found = getattr(error, "verdict", None)
+    found = getattr(error, "report", None)
     return found if isinstance(found, Failure) else None
 
 
-def write(folder: Path, verdict: Failure) -> None:
+def write(folder: Path, report: Failure) -> None:
     """A rank's failure report, for whoever watches; a folder that was never made is left so."""
     if folder.is_dir():
-        replace_file(folder / f"failure.rank{verdict.rank}.json", msgspec.json.encode(verdict))
+        replace_file(folder / f"failure.rank{report.rank}.json", msgspec.json.encode(report))
 
 
 def read(folder: Path) -> list[Failure]:
@@ -280,19 +280,19 @@ def of_lost(lost: "Lost", seen: Sequence["RankStatus"], details: Path) -> Failur
     )
 
 
-def keep_end(verdict: Failure, folder: Path, attempt: str) -> None:
+def keep_end(report: Failure, folder: Path, attempt: str) -> None:
     """What ended an attempt, for whoever reads the run folder later; a disk that takes no more is no reason to stop."""
     with suppress(OSError):
         (folder / "faults").mkdir(exist_ok=True)
-        (folder / "faults" / f"ended-{attempt}.json").write_bytes(msgspec.json.encode(verdict))
+        (folder / "faults" / f"ended-{attempt}.json").write_bytes(msgspec.json.encode(report))
 
 
-def keep(verdict: Failure, words: Mapping[int, str], details: Path) -> None:
+def keep(report: Failure, words: Mapping[int, str], details: Path) -> None:
     """The failure report and the stacks it rests on, for whoever wants to know more."""
     details.mkdir(parents=True, exist_ok=True)
     for rank, text in words.items():
         (details / f"rank{rank}.txt").write_text(text or "no stack: the process is stopped, or gone\n")
-    replace_json(details / "verdict.json", verdict)
+    replace_json(details / "verdict.json", report)
 
 
 def place(one: "RankStatus") -> str:

@@ -273,7 +273,7 @@ class Machines:
             if (replaced := self.replaced()) is not None:
                 raise InputError([replaced])
             if is_over():
-                raise mistake("asked to end while the machines met again", "run the same command again to resume")
+                raise mistake("stopped while the machines met again", "run the same command again to resume")
             jobs = {lease.job for lease in others.values() if lease.job}
             if jobs:
                 with suppress(OSError):  # it has just ended, and its key is gone

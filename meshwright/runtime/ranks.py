@@ -33,7 +33,7 @@ SET_PARENT_DEATH_SIGNAL, SET_NAME, SET_CHILD_SUBREAPER = 1, 15, 36  # of Linux's
 START_SECONDS = 300.0  # importing torch from a cold and crowded disk
 SOON = 0.3  # seconds in which the victims of a first failure fall
 SERVER = multiprocessing.get_context("forkserver")
-Work = Callable[..., None]  # (place, *arguments), to be found by its name in a module
+Work = Callable[..., None]  # (place, *args), to be found by its name in a module
 
 
 class ForkServerError(RuntimeError):
@@ -259,9 +259,9 @@ def tail(log: Path, lines: int = 12) -> str:
 class RankError(RuntimeError):
     """A rank failed: the first one's traceback, and its failure report where it made one."""
 
-    def __init__(self, words: str, verdict: Failure | None = None) -> None:
+    def __init__(self, words: str, report: Failure | None = None) -> None:
         super().__init__(words)
-        self.verdict = verdict
+        self.report = report
 
 
 class Remote:
@@ -270,8 +270,8 @@ class Remote:
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = module, name
 
-    def __call__(self, *arguments: Any) -> None:
-        getattr(importlib.import_module(self.module), self.name)(*arguments)
+    def __call__(self, *args: Any) -> None:
+        getattr(importlib.import_module(self.module), self.name)(*args)
 
 
 class Crew:
@@ -354,7 +354,7 @@ def _serve_works(work: Work, place: Place, orders: Any) -> None:
             work(place, *arguments)
         except BaseException as error:
             said = f"rank {place.rank}: {traceback.format_exc()}"
-            report = msgspec.json.encode(error.verdict) if isinstance(error, FailureError) else b""
+            report = msgspec.json.encode(error.report) if isinstance(error, FailureError) else b""
         orders.send((time.monotonic(), said, report))
 
 

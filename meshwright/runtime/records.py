@@ -23,8 +23,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     # Replicas that sync rarely: where they met, the mean of all their losses since they last did.
     mean_loss: float | None = None
     staleness: int | None = None  # updates that a parameter server was ahead of the weights; None: there is none
-    balance: float | None = None  # mixtures: mean balance loss of the layers, 1 when experts share evenly
-    # Mixtures: of any expert of any layer, the most and the fewest choices, over an even share: 1 and 1 at best.
+    balance: float | None = None  # MoE: mean balance loss of the layers, 1 when experts share evenly
+    # MoE: of any expert of any layer, the most and the fewest choices, over an even share: 1 and 1 at best.
     max_load: float | None = None
     min_load: float | None = None
     reward_margin: float | None = (

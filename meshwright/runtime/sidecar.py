@@ -151,11 +151,11 @@ def _killed(
 ) -> Failure:
     """A rank of this machine is gone without a word; who ended it is not known, for it was somebody else's child."""
     details = Path(post.folder) / "faults" / f"killed-{time.time_ns()}"
-    verdict = failure.of_killed(rank, seen, details)
-    failure.keep(verdict, {}, details)
+    report = failure.of_killed(rank, seen, details)
+    failure.keep(report, {}, details)
     if nodes is not None:
-        nodes.leave(verdict.what)
-    return _leave(post, pulse, verdict)
+        nodes.leave(report.what)
+    return _leave(post, pulse, report)
 
 
 def _end(post: SidecarSpec, pulse: HeartbeatReader, nodes: Nodes) -> Failure | None:
@@ -174,10 +174,10 @@ def _end(post: SidecarSpec, pulse: HeartbeatReader, nodes: Nodes) -> Failure | N
 def _lose(post: SidecarSpec, pulse: HeartbeatReader, nodes: Nodes, lost: Lost) -> Failure:
     """Another machine is gone."""
     details = Path(post.folder) / "faults" / f"node-{time.time_ns()}"
-    verdict = failure.of_lost(lost, pulse.look(), details)
-    failure.keep(verdict, {}, details)
+    report = failure.of_lost(lost, pulse.look(), details)
+    failure.keep(report, {}, details)
     nodes.pass_on(lost)
-    return _leave(post, pulse, verdict)
+    return _leave(post, pulse, report)
 
 
 def _hang(
@@ -185,22 +185,22 @@ def _hang(
 ) -> Failure:
     """A rank of this machine hangs."""
     details, words = Path(post.folder) / "faults" / f"hang-{time.time_ns()}", heartbeat.capture(pulse, seen)
-    verdict = report_hang(hang, {one.rank: one for one in seen}, words, pulse, details)
+    report = report_hang(hang, {one.rank: one for one in seen}, words, pulse, details)
     if nodes is not None:
-        nodes.leave(verdict.what)
-    return _leave(post, pulse, verdict)
+        nodes.leave(report.what)
+    return _leave(post, pulse, report)
 
 
-def _leave(post: SidecarSpec, pulse: HeartbeatReader, verdict: Failure) -> Failure:
+def _leave(post: SidecarSpec, pulse: HeartbeatReader, report: Failure) -> Failure:
     """Say it, and clear the way for a restart."""
-    print(verdict, file=sys.stderr, flush=True)
+    print(report, file=sys.stderr, flush=True)
     pulse.ask_to_leave()
     time.sleep(LEAVE_SECONDS)
     for one in pulse.look():
         if one.state != "Z":
             os.kill(one.beat.pid, signal.SIGKILL)
     shutil.rmtree(post.beats, ignore_errors=True)
-    return verdict
+    return report
 
 
 if __name__ == "__main__":

@@ -71,24 +71,24 @@ class Watch:
         while True:
             codes = self.ranks.poll()
             if any(code not in (None, *ENDED) for code in codes.values()):
-                verdict = self._failure()
+                report = self._failure()
                 gone = {rank for rank, code in self.ranks.poll().items() if code not in (None, *ENDED)}
-                if (verdict := self._survived(verdict, gone)) is not None:
-                    return verdict
+                if (report := self._survived(report, gone)) is not None:
+                    return report
                 continue
             if self._have_ended(codes):
                 return self._ended(codes)
-            if (verdict := self._look() or self._heed()) is not None:
-                return verdict
+            if (report := self._look() or self._heed()) is not None:
+                return report
             time.sleep(LOOK_SECONDS)
 
     def _is_done(self) -> bool:
         """Whether all that a run leaves is there; its last command may still run."""
         return (self.folder / run_folder.SUMMARY).exists()
 
-    def _survived(self, verdict: Failure, gone: set[int]) -> Failure | None:
-        """The verdict, unless others can do without these ranks."""
-        return verdict
+    def _survived(self, report: Failure, gone: set[int]) -> Failure | None:
+        """The report, unless others can do without these ranks."""
+        return report
 
     def _have_ended(self, codes: Mapping[int, int | None]) -> bool:
         return None not in codes.values()
@@ -195,9 +195,9 @@ def report_hang(
     hang: Hang, seen: Mapping[int, RankStatus], words: Mapping[int, str], pulse: HeartbeatReader, details: Path
 ) -> Failure:
     """The failure report, and the stacks it rests on, in the run folder."""
-    verdict = failure.of_hang(hang, seen, words, pulse.phase_table(hang.ranks[0]), details)
-    failure.keep(verdict, words, details)
-    return verdict
+    report = failure.of_hang(hang, seen, words, pulse.phase_table(hang.ranks[0]), details)
+    failure.keep(report, words, details)
+    return report
 
 
 def set_aside(folder: Path, good_until: int) -> None:
@@ -241,14 +241,14 @@ class LiveWatch(Watch):
             return super()._ended(codes)
         return self.last
 
-    def _survived(self, verdict: Failure, gone: set[int]) -> Failure | None:
-        """Let the others go on, and start the replicas again that lost ranks; the verdict where that does not help."""
+    def _survived(self, report: Failure, gone: set[int]) -> Failure | None:
+        """Let the others go on, and start the replicas again that lost ranks; the report where that does not help."""
         roster, supervisor = self.roster, self.supervisor
         lost = {roster.replica_of[rank] for rank in gone}
         tired = [each for each in lost if roster.fruitless[each] > supervisor.run.faults.restarts]
         others = (roster.members & self.begun) - lost or roster.train_elsewhere()
-        if verdict.kind not in RESTARTABLE or not others or tired:
-            return verdict
+        if report.kind not in RESTARTABLE or not others or tired:
+            return report
         ranks = [rank for replica in sorted(lost) for rank in roster.ranks[replica]]
         self.ranks.remove(ranks)
         for rank in ranks:  # now that no victim can leave another
@@ -257,12 +257,12 @@ class LiveWatch(Watch):
         roster.lose(lost, lost & self.begun)
         self.begun -= lost
         self.seen = {rank: one for rank, one in self.seen.items() if rank not in ranks}
-        failure.keep_end(verdict, self.folder, f"{supervisor.attempt_name}.{roster.number}")
-        self.last = verdict
+        failure.keep_end(report, self.folder, f"{supervisor.attempt_name}.{roster.number}")
+        self.last = report
         which, taken = ", ".join(map(str, sorted(lost))), sorted(roster.members - before)
         how = f"spare {', '.join(map(str, taken))} takes its place" if taken else "the others go on"
         remedy = f"nothing: {how}, and replica {which} is started again"
-        supervisor.say(str(msgspec.structs.replace(verdict, remedy=remedy)))
+        supervisor.say(str(msgspec.structs.replace(report, remedy=remedy)))
         self.start(lost)
         return None
 
@@ -287,14 +287,14 @@ class MachineWatch(LiveWatch):
 
     def until_end(self) -> Failure | None:
         """As of one machine; the others hear how this one ended, and end too if they cannot do without it."""
-        verdict = super().until_end()
-        code = Exit.DONE if verdict is None else verdict.code
-        self.among.machines.close(code, verdict if verdict is not None and self._ends_all(verdict) else None)
-        return verdict
+        report = super().until_end()
+        code = Exit.DONE if report is None else report.code
+        self.among.machines.close(code, report if report is not None and self._ends_all(report) else None)
+        return report
 
-    def _ends_all(self, verdict: Failure) -> bool:
+    def _ends_all(self, report: Failure) -> bool:
         """Whether the others must end too: they need not for what took replicas of this machine alone."""
-        is_own = not self.begun or verdict.kind in ("stopped", *RESTARTABLE)
+        is_own = not self.begun or report.kind in ("stopped", *RESTARTABLE)
         return not (is_own and self.among.train_elsewhere())
 
     def start(self, replicas: set[int]) -> None:
@@ -318,37 +318,37 @@ class MachineWatch(LiveWatch):
             time.sleep(LOOK_SECONDS)
         if not self.begun and Exit.PREEMPTED in self.among.ended_elsewhere():
             return self._stopped()
-        verdict = super()._ended(codes)
-        is_whole = verdict is not None or self._is_done()
-        return verdict if is_whole else _alone("the machine that was to leave the model is gone")
+        report = super()._ended(codes)
+        is_whole = report is not None or self._is_done()
+        return report if is_whole else _alone("the machine that was to leave the model is gone")
 
     def _look(self) -> Failure | None:
-        if (verdict := self.among.replaced() or super()._look() or self.among.failed_elsewhere()) is not None:
-            return verdict
+        if (report := self.among.replaced() or super()._look() or self.among.failed_elsewhere()) is not None:
+            return report
         for lost in self.among.take_lost():
-            if (verdict := self._lost(lost)) is not None:
-                return verdict
+            if (report := self._lost(lost)) is not None:
+                return report
         if out := self.among.left_out():
             which = ", ".join(map(str, sorted(out)))
             what = f"the others do not hear this machine, and go on without replica {which}"
-            verdict = msgspec.structs.replace(_alone(what), cause="the network between the machines is cut, or was")
+            report = msgspec.structs.replace(_alone(what), cause="the network between the machines is cut, or was")
             ranks = {rank for replica in out for rank in self.among.ranks[replica]}
-            if (verdict := self._survived(verdict, ranks)) is not None:
-                return verdict
+            if (report := self._survived(report, ranks)) is not None:
+                return report
         if self.waiting:
             self.start(set())
         return None
 
     def _lost(self, lost: Lost) -> Failure | None:
-        """Another machine is gone: say so; the verdict where nobody is left who has a state."""
+        """Another machine is gone: say so; the report where nobody is left who has a state."""
         details = self.folder / "faults" / f"node-{time.time_ns()}"
-        verdict = failure.of_lost(lost, list(self.seen.values()), details)
+        report = failure.of_lost(lost, list(self.seen.values()), details)
         if not self.begun and not self.among.train_elsewhere():
-            return verdict
+            return report
         remedy = "nothing: the others go on; start the same command there again, and it comes back"
-        verdict = msgspec.structs.replace(verdict, remedy=remedy)
-        failure.keep(verdict, {}, details)
-        self.supervisor.say(str(verdict))
+        report = msgspec.structs.replace(report, remedy=remedy)
+        failure.keep(report, {}, details)
+        self.supervisor.say(str(report))
         return None
 
 
@@ -397,34 +397,34 @@ class Supervisor:
         self.asked = asked
         while True:
             try:
-                verdict = self._attempt()
+                report = self._attempt()
             except ForkServerError as error:
                 return failure.of_fork_server(str(error), self.folder)
-            if verdict is None:
+            if report is None:
                 return None
-            verdict = self._noted(verdict)
+            report = self._noted(report)
             if self.asked.stop:
-                return verdict
-            if (replaced := self._condemn(verdict)) is not None:
+                return report
+            if (replaced := self._condemn(report)) is not None:
                 self.saved = self.newest_step()
                 remedy = f"nothing: restarting {self._from()}; a spare takes the place of replica {replaced}"
                 remedy += ", which is not started again: take its device out when you can"
-            elif verdict.kind not in RESTARTABLE or self.machines is not None:
-                return verdict  # who starts several machines starts them again
+            elif report.kind not in RESTARTABLE or self.machines is not None:
+                return report  # who starts several machines starts them again
             elif self._is_futile():
                 remedy = (
                     f"{plural(self.run.faults.restarts, 'restart')} in a row brought no newer checkpoint "
                     "(faults.restarts): find the cause, then run the same command again to resume"
                 )
-                return msgspec.structs.replace(verdict, remedy=remedy)
+                return msgspec.structs.replace(report, remedy=remedy)
             else:
                 charged = (
                     f"; {self.wasted} of {plural(self.run.faults.restarts, 'attempt')} brought no newer checkpoint"
                 )
                 remedy = f"nothing: restarting {self._from()}{charged if self.wasted else ''}"
-            self.say(str(msgspec.structs.replace(verdict, remedy=remedy)))
+            self.say(str(msgspec.structs.replace(report, remedy=remedy)))
             if not self._met_again():
-                return verdict
+                return report
 
     def _met_again(self) -> bool:
         """Whether all machines are there to begin once more, where there are several."""
@@ -440,16 +440,16 @@ class Supervisor:
         self.order = msgspec.structs.replace(self.order, session=self.machines.lease.job)
         return True
 
-    def _noted(self, verdict: Failure) -> Failure:
+    def _noted(self, report: Failure) -> Failure:
         """Keep what ended an attempt, and set aside what it puts in doubt."""
-        if verdict.kind not in ("input", "stopped") and not self.home.is_taken():
-            failure.keep_end(verdict, self.folder, self.attempt_name)
-        if verdict.good_until is not None:
+        if report.kind not in ("input", "stopped") and not self.home.is_taken():
+            failure.keep_end(report, self.folder, self.attempt_name)
+        if report.good_until is not None:
             for home in self.homes():
-                set_aside(home, verdict.good_until)
-        if verdict.kind == "input" and self.number > 1:  # it was there when the run began
-            return msgspec.structs.replace(verdict, kind="data", code=Exit.RESUMABLE)
-        return verdict
+                set_aside(home, report.good_until)
+        if report.kind == "input" and self.number > 1:  # it was there when the run began
+            return msgspec.structs.replace(report, kind="data", code=Exit.RESUMABLE)
+        return report
 
     def _is_futile(self) -> bool:
         """Whether too many attempts in a row left no newer checkpoint; only those are charged."""
@@ -460,17 +460,17 @@ class Supervisor:
     def _from(self) -> str:
         return f"from step {self.saved}" if self.saved >= 0 else "from the beginning"
 
-    def _condemn(self, verdict: Failure) -> int | None:
+    def _condemn(self, report: Failure) -> int | None:
         """The replica that was found to compute wrong numbers, where a spare is left for it; it is not started again.
 
         What it computed has reached the others, so they go back to what was saved before.
         """
         replicas = replica_ranks(self.run.plan, self.run.faults.spares)
-        suspects = verdict.suspects
-        if verdict.kind == "matmul" and verdict.rank is not None:  # told by the rank itself
-            suspects = tuple(number for number, ranks in enumerate(replicas) if verdict.rank in ranks)
+        suspects = report.suspects
+        if report.kind == "matmul" and report.rank is not None:  # told by the rank itself
+            suspects = tuple(number for number, ranks in enumerate(replicas) if report.rank in ranks)
         left = len(replicas) - len(self.condemned) - self.run.plan.replicate
-        if verdict.code != Exit.HARDWARE or len(suspects) != 1 or left < 1:
+        if report.code != Exit.HARDWARE or len(suspects) != 1 or left < 1:
             return None
         self.condemned.add(suspects[0])
         return suspects[0]

@@ -18,7 +18,7 @@ from meshwright.search.space import ON_DEVICE, problems, refuse_empty, wants_pip
 from meshwright.spec.optimizers import DESCRIPTIONS, OPTIMIZERS
 from meshwright.spec.params import params
 from meshwright.spec.plan import AXES, Precision
-from meshwright.spec.units import GIB
+from meshwright.spec.units import gib
 
 STATES = (
     "weights",
@@ -255,9 +255,9 @@ class _Walk:
         asked = "Does it fit with states or activations offloaded to host memory or disk?"
         found = _best(self.asked, {})
         if found is not None:
-            away, cluster, asks = found.ledger.away, self.question.cluster, found.fit.host_question
+            offloaded, cluster, asks = found.ledger.offloaded, self.question.cluster, found.fit.host_question
             of = f" of {gib(cluster.host_bytes)}" if cluster.host_bytes else ""
-            room = f"{gib(away.host_bytes)}{of} GiB of host RAM per GPU"
+            room = f"{gib(offloaded.host_bytes)}{of} GiB of host RAM per GPU"
             because = f"{headroom_phrase(found)}; {room}; {time_phrase(found)}"
             self.ask(asked, "if the host has room" if asks else "yes", f"{because}. {asks}" if asks else because)
             self.do("offload", "what does not fit on the device is offloaded to host memory or disk", found)
@@ -418,7 +418,3 @@ def plan_phrase(found: Candidate) -> str:
     plan = found.plan
     recompute = f", recompute={plan.recompute}" if plan.recompute != "none" else ""
     return f"{plan}" if plan.world > 1 else f"microbatch={plan.microbatch}{recompute}"
-
-
-def gib(size: float) -> str:
-    return f"{size / GIB:.1f}"

@@ -30,7 +30,7 @@ from meshwright.search.question import Question, variants
 from meshwright.search.space import AxesChoice
 from meshwright.spec.plan import FIELDS, Plan
 from meshwright.spec.quantized import FORMATS
-from meshwright.spec.units import GIB, html_table
+from meshwright.spec.units import gib, html_table
 
 TOLD_APART = 0.02  # the same run measured twice differs by this much at best
 ALIKE = 0.05  # predictions err by as much at their best (results/accuracy.json): no reason for a more intricate plan
@@ -90,8 +90,8 @@ def _cells(each: Candidate) -> tuple[str, ...]:
         f"{price.seconds:.3g} ({price.low_seconds:.3g} to {price.high_seconds:.3g})",
         f"{price.tokens_per_second_per_gpu * each.plan.world:,.0f}",
         f"{price.mfu:.1%}" if price.mfu else "–",
-        f"{each.peak_bytes / GIB:.1f}",
-        f"{fit.headroom_bytes / GIB:.1f}",
+        f"{gib(each.peak_bytes)}",
+        f"{gib(fit.headroom_bytes)}",
         "yes" if fit.fits else fit.host_question or f"no: {fit.why}",
     )
 
@@ -213,11 +213,11 @@ def _modest(question: Question, top: int, kinds: bool) -> SearchResult:
     Whoever is asked for less is more often able to say yes; a step may take SLOWER times as long for it, no more.
     """
     answer = best = _search(question, top, kinds)
-    while best.found and (needed := best.found[0].ledger.away.host_bytes) and not question.cluster.host_bytes:
+    while best.found and (needed := best.found[0].ledger.offloaded.host_bytes) and not question.cluster.host_bytes:
         small = msgspec.structs.replace(question.cluster, host_bytes=needed / 2)
         best = _search(msgspec.structs.replace(question, cluster=small), top, kinds)
         first, most = best.found[:1], SLOWER * answer.found[0].seconds_per_token
-        if not first or first[0].seconds_per_token > most or first[0].ledger.away.disk:
+        if not first or first[0].seconds_per_token > most or first[0].ledger.offloaded.disk:
             break
         jobs = [msgspec.structs.replace(each.job, cluster=question.cluster) for each in best.found]
         answer = msgspec.structs.replace(answer, found=tuple(map(priced, jobs)))

@@ -338,8 +338,8 @@ def smallest_world(question: Question) -> float:
     least = ((each.held + each.gradient) * numbers + frozen) / memory
     if not may_live_in_host_memory(question):
         return least
-    hosted = state_layout(question.job(Plan(microbatch=1, zero=3, precision=question.precision, cpu_offload=True)))
-    there = hosted.of("weights", "host") + hosted.of("moments", "host") + hosted.of("gradients", "host")
+    on_host = state_layout(question.job(Plan(microbatch=1, zero=3, precision=question.precision, cpu_offload=True)))
+    there = on_host.of("weights", "host") + on_host.of("moments", "host") + on_host.of("gradients", "host")
     return min(least, there * numbers / (question.cluster.host_bytes or math.inf))
 
 

@@ -22,7 +22,7 @@ from meshwright.spec.communication import described
 from meshwright.spec.optimizers import DESCRIPTIONS, OPTIMIZERS, in_state_dtype
 from meshwright.spec.plan import AXES, FIELDS, Plan, balanced_stages
 from meshwright.spec.schedule import default_chunks
-from meshwright.spec.units import GIB
+from meshwright.spec.units import GIB, gib
 
 ROUNDED = {
     "int8": "about 1 %",
@@ -79,7 +79,7 @@ def room(found: Candidate) -> str:
     """The ledger in a sentence."""
     ledger, fit = found.ledger, found.fit
     memory = found.job.cluster.gpu.memory_bytes / GIB
-    left = f"{abs(fit.headroom_bytes) / GIB:.1f} GiB {'headroom' if fit.headroom_bytes >= 0 else 'short'}"
+    left = f"{gib(abs(fit.headroom_bytes))} GiB {'headroom' if fit.headroom_bytes >= 0 else 'short'}"
     beyond = f" It does not fit: {fit.why}." if fit.headroom_bytes >= 0 and fit.fits is False else ""
     return (
         f"The most loaded rank needs {memory - fit.headroom_bytes / GIB:.1f} GiB; the card has {memory:.1f} "
@@ -89,30 +89,30 @@ def room(found: Candidate) -> str:
 
 def offloaded(found: Candidate) -> str:
     """What is offloaded, how much of the host's memory and disk that takes, and what would be without."""
-    layout, plan, away, cluster = state_layout(found.job), found.plan, found.ledger.away, found.job.cluster
-    if not (away.host or away.disk):
+    layout, plan, offloaded, cluster = state_layout(found.job), found.plan, found.ledger.offloaded, found.job.cluster
+    if not (offloaded.host or offloaded.disk):
         return ""
     said = []
     if layout.offloaded:
-        where = {"host": "host memory", "disk": "the disk"}[layout.offloaded.home]
+        where = {"host": "host memory", "disk": "the disk"}[layout.offloaded.location]
         said.append(f"fp32 master weights and optimizer states offloaded to {where}")
-    said += ["weights, gradients and optimizer states offloaded to host memory"] if layout.hosted else []
+    said += ["weights, gradients and optimizer states offloaded to host memory"] if layout.cpu_offload else []
     said += ["saved activations offloaded to host memory"] if activation_policy(found.job).offload else []
     if not said:
-        return f" Parameter servers need {_share('host RAM', 'host_gib', away.host_bytes, cluster.host_bytes)}."
+        return f" Parameter servers need {_share('host RAM', 'host_gib', offloaded.host_bytes, cluster.host_bytes)}."
     plain = msgspec.structs.replace(plan, optimizer_offload="none", cpu_offload=False, activation_offload=False)
     without = fit_of(msgspec.structs.replace(found.job, plan=plain))
     need = (cluster.gpu.memory_bytes - without.headroom_bytes) / GIB
     text = f" Numerics unchanged: {' and '.join(said)}; needs "
-    text += _share("host RAM", "host_gib", away.host_bytes, cluster.host_bytes)
-    text += f" and {_share('disk', 'disk_gib', away.disk_bytes, cluster.disk_bytes)}" if away.disk else ""
+    text += _share("host RAM", "host_gib", offloaded.host_bytes, cluster.host_bytes)
+    text += f" and {_share('disk', 'disk_gib', offloaded.disk_bytes, cluster.disk_bytes)}" if offloaded.disk else ""
     return f"{text}. Without offload this plan would need {need:.1f} GiB on the device."
 
 
 def _share(place: str, key: str, size: float, room: float) -> str:
     """How much of the host's memory or disk a rank takes."""
     have = f"{room / GIB:.0f} there" if room else f"yours is unknown: set {key}"
-    return f"{size / GIB:.1f} GiB of {place} per GPU ({have})"
+    return f"{gib(size)} GiB of {place} per GPU ({have})"
 
 
 def unchanged(job: Job) -> str:
@@ -204,13 +204,13 @@ def _neighbour_price(question: Question, neighbour: Neighbour) -> NeighbourPrice
     found = priced(question.job(neighbour.plan))
     problem = "" if found.fits is not False else f"does not fit: {found.fit.why}"
     if found.fits is None:
-        away = found.ledger.away
-        places = (("host RAM", away.host_bytes), ("disk", away.disk_bytes))
-        wanted = " and ".join(f"{size / GIB:.1f} GiB of {name}" for name, size in places if size)
+        offloaded = found.ledger.offloaded
+        places = (("host RAM", offloaded.host_bytes), ("disk", offloaded.disk_bytes))
+        wanted = " and ".join(f"{gib(size)} GiB of {name}" for name, size in places if size)
         problem = f"if there are {wanted} per GPU"
     if found.fit.headroom_bytes < 0:
         memory = found.job.cluster.gpu.memory_bytes / GIB
-        short = f"needs {found.peak_bytes / GIB:.1f} GiB; the card has {memory:.1f}"
+        short = f"needs {gib(found.peak_bytes)} GiB; the card has {memory:.1f}"
         problem = f"does not fit: {short}; the largest entry is {largest(found.ledger).label}"
     return NeighbourPrice(
         change=neighbour.change,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from meshwright.config import presets
-from meshwright.cost.activations import block_kept, microbatch_shape
+from meshwright.cost.activations import block_saved, microbatch_shape
 from meshwright.search.best_first import Candidate, SearchResult, search
 from meshwright.search.bounds import groups, smallest_world, widths
 from meshwright.search.question import Question, variants
@@ -201,7 +201,7 @@ def layers(question: Question) -> tuple[Layer, ...]:
         if alike:
             mine = [param for param in params(arch) if param.layer == alike[0]]
             flops = sum(_flops(param, arch) for param in mine) + 2 * (arch.q_width + arch.out_width) * question.sequence
-            found.append(layer("MoE block" if moe else "block", mine, flops, block_kept(work, moe), len(alike)))
+            found.append(layer("MoE block" if moe else "block", mine, flops, block_saved(work, moe), len(alike)))
     logits = question.sequence * arch.vocab * master_bytes
     flops = 2.0 * arch.vocab * arch.hidden  # tied or not, it is multiplied
     return (*found, layer("output", outside("norm.", "head."), flops, logits))

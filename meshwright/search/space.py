@@ -20,7 +20,7 @@ from meshwright.search.question import Question, variants
 from meshwright.spec.arch import Arch
 from meshwright.spec.optimizers import DESCRIPTIONS
 from meshwright.spec.params import cut_widths
-from meshwright.spec.plan import AXES, FIELDS, FP8_MULTIPLE, Plan, balanced_stages
+from meshwright.spec.plan import AXES, FIELDS, FP8_MULTIPLE, LOW_PRECISIONS, Plan, balanced_stages
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.quantized import FORMATS
 from meshwright.spec.schedule import Schedule, default_chunks, legal
@@ -30,8 +30,6 @@ FIRST_SHARES = 8  # parts of a stage's blocks that "first-K" goes by: one is 4 %
 RUNS = (2, 3, 4)  # blocks that "every-K" recomputes together; a pipeline's stage may be one run
 
 SELECTIVE_SHARE = 0.5  # of those that "selective-K" does
-
-NARROW = ("bf16", "fp16", "fp8")
 
 UNCOMPILED = ("tpu", "trainium")  # accelerators that torch writes no kernels for
 
@@ -245,7 +243,7 @@ def locations(question: Question) -> tuple[tuple[str, str], ...]:
         )
     resident = question.state_dtype != "bf16" or question.master_weights != "fp32"
     found = [("none", updates[0])] if resident else []
-    bare = question.precision in NARROW and not keeps_bf16_params(question)
+    bare = question.precision in LOW_PRECISIONS and not keeps_bf16_params(question)
     on_device = question.master_weights != "fp32" or question.state_dtype in FORMATS
     if not question.may_offload_states or fixed.get("deterministic") or on_device or bare:
         return tuple(found)
@@ -257,7 +255,7 @@ def locations(question: Question) -> tuple[tuple[str, str], ...]:
 
 def locations_under(question: Question, layout: AxesChoice) -> tuple[tuple[str, str], ...]:
     """Those of a layout: not beside weights that are in host memory too, nor where the device has no bf16 ones."""
-    bare = question.precision in NARROW and not has_bf16_copy(question, layout)
+    bare = question.precision in LOW_PRECISIONS and not has_bf16_copy(question, layout)
     return locations(question)[:1] if layout.cpu_offload or bare else locations(question)
 
 
@@ -274,7 +272,7 @@ def keeps_bf16_params(question: Question) -> bool:
     """Whether a bf16 copy of the weights is kept: by one rank in low precision, as a run without a plan does."""
     fixed = question.fixed
     alone = question.cluster.gpus == 1 and not fixed.get("deterministic")
-    return fixed.get("bf16_params", alone and question.precision in NARROW)
+    return fixed.get("bf16_params", alone and question.precision in LOW_PRECISIONS)
 
 
 def has_bf16_copy(question: Question, layout: AxesChoice) -> bool:
@@ -406,7 +404,7 @@ def _zeros(question: Question, pp: int, shard: int, cp: int) -> tuple[int, ...]:
     if "zero" in question.fixed:
         return tuple(_given(question, "zero", possible))
     if shard * cp == 1:
-        casts = question.precision in NARROW and question.master_weights == "fp32"
+        casts = question.precision in LOW_PRECISIONS and question.master_weights == "fp32"
         frees = question.cluster.gpus > 1 or (casts and not question.fixed.get("bf16_params"))
         return (0, 3) if pp == 1 and frees else (0,)
     return tuple(zero for zero in possible if zero <= 1 or pp == 1)

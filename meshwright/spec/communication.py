@@ -135,7 +135,7 @@ class Factors(msgspec.Struct, frozen=True):
     short: int
     long: int
     rank: int
-    turned: bool  # the matrix has more rows than columns
+    transposed: bool  # the matrix has more rows than columns
 
     @property
     def first(self) -> int:

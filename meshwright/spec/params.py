@@ -70,19 +70,19 @@ def stored(arch: Arch) -> tuple[Param, ...]:
 
 def as_stored(weights: Iterable[Param]) -> tuple[Param, ...]:
     """The same of some of them."""
-    return tuple(each for param in weights for each in _coded(param))
+    return tuple(each for param in weights for each in _stored_parts(param))
 
 
-def _coded(param: Param) -> Iterator[Param]:
+def _stored_parts(param: Param) -> Iterator[Param]:
     if param.held == "bf16":
         yield param
         return
     for part, shape, cut in parts(param.held, param.shape, param.split is Split.ROW):
-        name, split = coded_name(param.name, part), param.split if cut else Split.NONE
+        name, split = stored_name(param.name, part), param.split if cut else Split.NONE
         yield msgspec.structs.replace(param, name=name, shape=shape, split=split, item=1)
 
 
-def coded_name(weight: str, part: str) -> str:
+def stored_name(weight: str, part: str) -> str:
     """The name of one of the tensors that stand for a weight: codes have its own."""
     return weight if part == CODES else companion(weight, part)
 
@@ -97,6 +97,13 @@ def frozen_bytes(arch: Arch, param_bytes: int) -> int:
 def trained(arch: Arch) -> tuple[Param, ...]:
     """Those that are trained."""
     return tuple(param for param in params(arch) if param.trained)
+
+
+@cache
+def layer_params(arch: Arch, moe: bool) -> tuple[Param, ...]:
+    """The parameters of the first layer that is an MoE layer, or that is none; nothing without one of that kind."""
+    layer = next((layer for layer in range(arch.layers) if arch.is_moe(layer) == moe), None)
+    return tuple(param for param in params(arch) if param.layer == layer)
 
 
 @cache

@@ -16,7 +16,11 @@ from meshwright.spec.schedule import SPLIT_BACKWARD, Schedule
 from meshwright.spec.units import html_table, plural
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
+LOW_PRECISIONS = ("bf16", "fp16", "fp8")  # whose sums and master weights are in more bits
 FP8_MULTIPLE = 16  # of every dimension of an FP8 matmul, the reduced one too
+LOGIT_BYTES = 2**31  # of the logits that a loss in chunks has at one time
+LOGIT_ROWS = 1024  # a chunk's rows are a multiple of this: matmuls run faster
+FROZEN_SHARE = 4  # chunks in the place of one where no gradient of the projection has to be summed over them
 Arithmetic = Precision | Literal["tf32"]  # what a device has a peak of
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")  # of the world, outermost to innermost: the chattiest are neighbours
@@ -370,6 +374,12 @@ def problem(policy: str) -> Problem | None:
     if near := difflib.get_close_matches(policy, (*WORDS, "every-2", "first-2", "selective-2"), 1):
         remedy = f"did you mean {near[0]}? {remedy}"
     return Problem(f"plan.recompute = {policy!r} is not a recompute policy", remedy, "plan.recompute")
+
+
+def logit_rows(vocab: int, itemsize: int, is_frozen: bool) -> int:
+    """Rows of one chunk of the loss, whose logits exist at one time; fewer where the projection is frozen."""
+    most = LOGIT_BYTES // FROZEN_SHARE if is_frozen else LOGIT_BYTES
+    return max(most // (vocab * itemsize) // LOGIT_ROWS, 1) * LOGIT_ROWS
 
 
 def by_operation(policy: str) -> bool:

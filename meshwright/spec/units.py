@@ -6,6 +6,11 @@ from html import escape
 GIB = 2**30  # bytes
 
 
+def gib(size: float) -> str:
+    """Bytes in GiB, to a tenth."""
+    return f"{size / GIB:.1f}"
+
+
 def plural(number: int, noun: str) -> str:
     """A count with its noun, as in 1 rank and 2,000 samples."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -13,7 +13,7 @@ from meshwright.checkpoint.model_folder import ModelFolder, open_folder
 from meshwright.config.run import Dpo, Run
 from meshwright.data.loader import Loader
 from meshwright.data.prepare import Corpus
-from meshwright.kernels.coded import CodedPart, decode, encode
+from meshwright.kernels.quantized import FrozenPart, decode, encode
 from meshwright.models import lora
 from meshwright.models.decoder import Decoder
 from meshwright.models.dropout import Dropout
@@ -32,7 +32,7 @@ from meshwright.parallel.apply import apply
 from meshwright.parallel.expert import learned_buffers
 from meshwright.parallel.mesh import Mesh, local, region_of
 from meshwright.parallel.model_spec import DECODER
-from meshwright.spec.params import Param, buffers, coded_name, params, stored
+from meshwright.spec.params import Param, buffers, params, stored, stored_name
 from meshwright.spec.quantized import ABSMAX, BLOCK, CODES, SCALES, parts
 from meshwright.spec.tuning import MAGNITUDE, is_adapter
 from meshwright.train.noise_scale import AdaScale, NoiseMeter
@@ -43,7 +43,7 @@ from meshwright.train.state import State
 def build(run: Run, corpus: Corpus, mesh: Mesh, folder: Path | None = None) -> State:
     """The state before the first step. States that are offloaded to a disk go to the run's folder."""
     chunks = _chunks(run, mesh)
-    make = hosted if run.plan.cpu_offload else served if run.plan.is_served else beside
+    make = cpu_offloaded if run.plan.cpu_offload else served if run.plan.is_served else beside
     make = partial(offloaded, folder=folder) if run.plan.optimizer_offload != "none" else make
     optimizer, scale = make(chunks, run, mesh), LossScale(run.plan, mesh.device)
     return State(
@@ -115,7 +115,7 @@ def beside(chunks: list[nn.Module], run: Run, mesh: Mesh) -> Optimizer:
     return ResidentOptimizer(run.optim, weights, run.plan, names, mesh)
 
 
-def hosted(chunks: list[nn.Module], run: Run, mesh: Mesh) -> Optimizer:
+def cpu_offloaded(chunks: list[nn.Module], run: Run, mesh: Mesh) -> Optimizer:
     """The same with all weights in host memory, each made on the device by itself."""
     memory = materialise(chunks, run, mesh)
     _begin(chunks, run, mesh)
@@ -130,7 +130,7 @@ def _begin(chunks: list[nn.Module], run: Run, mesh: Mesh) -> None:
 
 
 def offloaded(chunks: list[nn.Module], run: Run, mesh: Mesh, folder: Path | None) -> Optimizer:
-    """The same with its states elsewhere: no more than one weight is ever wide on the device."""
+    """The same with its states offloaded: no more than one weight is ever in fp32 on the device."""
     place = Path(run.plan.optimizer_offload_folder or folder or tempfile.gettempdir())
     groups = [group for chunk in chunks for group in offload.groups(chunk, DECODER)]
     host_memory.check(run, [weight.numel() for group in groups for weight in group.weights], place)
@@ -156,7 +156,7 @@ class FirstValues:
         self.stored = {param.name: param for param in stored(run.arch)}
         # What each tensor that is beside a weight, or stands for it, is made of.
         weights, beside = (p for p in params(run.arch) if not is_adapter(p.name)), (CODES, ABSMAX, SCALES, MAGNITUDE)
-        self.source = {coded_name(weight.name, part): weight for weight in weights for part in beside}
+        self.source = {stored_name(weight.name, part): weight for weight in weights for part in beside}
         self.encoded = lru_cache(maxsize=1)(self._encoded)  # several tensors are made of one
 
     def write(self, target: Tensor, name: str, region: tuple[slice, ...]) -> None:
@@ -174,7 +174,7 @@ class FirstValues:
     def part(self, name: str) -> Tensor:
         """One of the tensors that stand for a matrix in few bits, or a stack of them."""
         weight = self.source[name]
-        names = [coded_name(weight.name, part) for part, _, _ in parts(weight.held, weight.shape, False)]
+        names = [stored_name(weight.name, part) for part, _, _ in parts(weight.held, weight.shape, False)]
         return self.encoded(weight)[names.index(name)]
 
     def matrix(self, name: str) -> Tensor:
@@ -182,7 +182,7 @@ class FirstValues:
         weight, dtype = self.source[name], precision.compute_dtype(self.run.plan)
         if weight.held == "bf16":
             return self._whole(weight).to(dtype)
-        return decode(CodedPart(weight.held, weight.shape[-1] // BLOCK), self.encoded(weight), dtype)
+        return decode(FrozenPart(weight.held, weight.shape[-1] // BLOCK), self.encoded(weight), dtype)
 
     def _encoded(self, weight: Param) -> tuple[Tensor, ...]:
         return encode(weight.held, self._whole(weight))

@@ -260,9 +260,9 @@ class Replicas:
             self.equal_at = step
             return
         ranks = [dist.get_global_rank(self.group, number) for number in range(self.group.size())]
-        raise FailureError(self._verdict(rows, ranks, step))
+        raise FailureError(self._failure(rows, ranks, step))
 
-    def _verdict(self, rows: list[list[int]], ranks: list[int], step: int) -> Failure:
+    def _failure(self, rows: list[list[int]], ranks: list[int], step: int) -> Failure:
         odd = odd_ones(rows)
         which = [ranks[number] for number in odd]
         part, name = whose(self.state)[first_odd(rows)]

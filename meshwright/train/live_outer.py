@@ -61,7 +61,7 @@ class LiveOuterLoop(OuterLoop):
         rows = rows.to(self.mesh.device)
         met = self._agree(rows, self.state.step)
         for bucket, flat in zip(self.buckets, means, strict=True):
-            self._move(bucket.wide, bucket.anchor, bucket.momentum, flat.to(self.mesh.device))
+            self._move(bucket.masters, bucket.anchor, bucket.momentum, flat.to(self.mesh.device))
         self._note_synced(self.calendar.due(self.state.step))
         self.live.called, self.live.met, self.live.is_guest = called, True, False
         assert met.votes is not None
@@ -77,21 +77,21 @@ class LiveOuterLoop(OuterLoop):
         if not weights.any():  # all who brought something are gone: guests hold what one of them had
             weight, weights = 1.0, torch.ones_like(weights)
         share = weight / float(weights.sum())
-        means = [live.group.summed(self._brought(bucket.wide, bucket.anchor) * share) for bucket in self.buckets]
+        means = [live.group.summed(self._brought(bucket.masters, bucket.anchor) * share) for bucket in self.buckets]
         live.group.gather(torch.zeros(1))  # nobody moves before all have the sums
         return rows, means
 
     @staticmethod
-    def _brought(wide: list[Tensor], anchor: list[Tensor]) -> Tensor:
-        delta = torch._foreach_sub(anchor, wide) if anchor else wide
+    def _brought(masters: list[Tensor], anchor: list[Tensor]) -> Tensor:
+        delta = torch._foreach_sub(anchor, masters) if anchor else masters
         return torch.cat([tensor.reshape(-1) for tensor in delta]).cpu()
 
-    def _move(self, wide: list[Tensor], anchor: list[Tensor], momentum: list[Tensor], flat: Tensor) -> None:
-        parts = flat.split([tensor.numel() for tensor in wide])
-        mean = [part.view(tensor.shape) for part, tensor in zip(parts, wide, strict=True)]
+    def _move(self, masters: list[Tensor], anchor: list[Tensor], momentum: list[Tensor], flat: Tensor) -> None:
+        parts = flat.split([tensor.numel() for tensor in masters])
+        mean = [part.view(tensor.shape) for part, tensor in zip(parts, masters, strict=True)]
         if anchor:
             self.update(anchor, momentum, mean, self._rate(self.state.step, 0))
-        torch._foreach_copy_(wide, anchor or mean)
+        torch._foreach_copy_(masters, anchor or mean)
 
     def _compare_last(self, rows: Tensor) -> None:
         """Replicas left their last sync with the same weights; who was not there has nothing to compare."""

@@ -42,11 +42,11 @@ from meshwright.runtime.records import (
     read_line,
     shifted,
 )
-from meshwright.spec.units import GIB
+from meshwright.spec.units import gib
 from meshwright.train.loop import EvalResult, StepResult
 from meshwright.train.noise_scale import GradientNoise, estimate, microbatches
 
-LOADS = ("balance", "max_load", "min_load")  # what a mixture tells of its experts
+LOADS = ("balance", "max_load", "min_load")  # what MoE layers say of their experts
 MOST_PENDING = 2  # steps whose numbers may still be on their way from the device
 LONGEST_QUEUE = 10_000  # records a slow tracker may lag behind; later ones are dropped for it, never for the file
 LAST_SECONDS = 10.0  # a tracker may take at the end
@@ -103,7 +103,7 @@ def step_line(record: StepRecord, steps: int, peak: float | None, seconds_left: 
         "norm": f"norm {record.norm:.3f}",
         "lr": f"lr {record.rate:.1e}",
         "balance": f"balance {record.balance:.2f}" if record.balance is not None else "",
-        "memory": f"{record.memory_bytes / GIB:.1f} GiB",
+        "memory": f"{gib(record.memory_bytes)} GiB",
         "tokens": f"{humane(record.tokens / record.seconds)} tok/s",
         "mfu": f"MFU {utilization(record.flops, record.seconds, peak):.1%}" if peak else "",
         "left": f"ETA {duration(seconds_left)}" if seconds_left else "",

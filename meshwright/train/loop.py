@@ -24,7 +24,7 @@ from meshwright.train import dpo
 from meshwright.train.noise_scale import GradientNoise
 from meshwright.train.saving import Pause, Save, Vote, Votes, saving
 from meshwright.train.state import MovedError, State
-from meshwright.train.step import choose, evaluating, held_loss, mixtures
+from meshwright.train.step import choose, evaluating, held_loss, moe_layers
 
 FOLDER_SECONDS = 1.0  # between two looks into the run folder, for the stop file
 
@@ -87,7 +87,7 @@ class StepResult:
     norm: Tensor
     finite: Tensor
     loss_scale: Tensor
-    load: Tensor | None  # mixtures: this rank's mean balance loss, and its busiest and idlest expert's load
+    load: Tensor | None  # MoE: this rank's mean balance loss, and its busiest and idlest expert's load
     noise: GradientNoise | None  # where it is measured
     preference: Tensor | None  # DPO: the mean reward margin, and the share of pairs whose chosen answer is ahead
     staleness: int | None  # updates that the weights were behind, where a parameter server has them
@@ -150,20 +150,20 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
         except MovedError:
             yield from moved(state, save, between)
             continue
-        verdict = clip.grad_stats(loss, square, scale, run.optim.grad_clip)
+        stats = clip.grad_stats(loss, square, scale, run.optim.grad_clip)
         noise = state.meter.measure() if state.meter is not None else None
         rate = learning_rate(run.optim, state.step, run.steps)
         if state.adascale is not None:
             rate *= state.adascale.gain(noise, scale)
         stall = save.hold_update()
         outer.begin(state.step + 1)
-        state.optimizer.step(rate, verdict)
+        state.optimizer.step(rate, stats)
         if run.arch.adapter.kind == "none":  # else it is the base's, as the router is
-            update_load_bias(state.chunks, run.arch, mesh, verdict.finite)
-        state.scale.update(verdict.finite)
+            update_load_bias(state.chunks, run.arch, mesh, stats.finite)
+        state.scale.update(stats.finite)
         state.step += 1
         try:
-            met = outer.meet(state.step, verdict.loss, batch.tokens, total)
+            met = outer.meet(state.step, stats.loss, batch.tokens, total)
         except MovedError:
             yield from moved(state, save, between)
             continue
@@ -176,10 +176,10 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
         save_seconds = save(state)  # before the yield: whoever iterates may stop there
         yield StepResult(
             step=state.step,
-            loss=met.loss if met and is_plain else verdict.loss / batch.tokens,
+            loss=met.loss if met and is_plain else stats.loss / batch.tokens,
             mean_loss=met.loss if met and not is_plain else None,
-            norm=met.norm if met and met.norm is not None else verdict.norm,
-            finite=verdict.finite,
+            norm=met.norm if met and met.norm is not None else stats.norm,
+            finite=stats.finite,
             loss_scale=scale,
             load=expert_load(state),
             preference=preferences.told(batch.pairs) if preferences else None,
@@ -254,7 +254,7 @@ def expert_load(state: State) -> Tensor | None:
 
     The mean balance loss of its layers, and of all their experts the largest and the smallest load ÷ an even share.
     """
-    seen = [mixture.statistics for chunk in state.chunks for mixture in mixtures(chunk)]
+    seen = [layer.statistics for chunk in state.chunks for layer in moe_layers(chunk)]
     values = [statistics for statistics in seen if statistics is not None]
     if not values:
         return None

@@ -32,7 +32,7 @@ from meshwright.parallel.mesh import Mesh, join, local
 from meshwright.parallel.model_spec import DECODER, present_blocks
 from meshwright.runtime.failure import Exit, Failure, FailureError
 from meshwright.train.state import State
-from meshwright.train.step import mixtures
+from meshwright.train.step import moe_layers
 from meshwright.train.world import world_group
 
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -84,18 +84,18 @@ def product_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], c: 
 def residual(product: Product) -> Residual:
     """Hold a product against its checksum."""
     a, b, c, bias, _ = product
-    wide = accum_dtype(c)
-    signs = signs_of(group_of(c.shape[1]), wide, c.device)
+    accum = accum_dtype(c)
+    signs = signs_of(group_of(c.shape[1]), accum, c.device)
     summed = folded(b, signs)
     expected = _by_rows(lambda rows: rows @ summed, a)
     if bias is not None:
         expected = expected + folded(bias[None], signs)
-    of_columns = torch.linalg.vector_norm(b.unflatten(1, (-1, len(signs))), dim=(0, 2), dtype=wide)
-    sizes = torch.linalg.vector_norm(a, dim=1, keepdim=True, dtype=wide) * of_columns
+    of_columns = torch.linalg.vector_norm(b.unflatten(1, (-1, len(signs))), dim=(0, 2), dtype=accum)
+    sizes = torch.linalg.vector_norm(a, dim=1, keepdim=True, dtype=accum) * of_columns
     tolerance = _rounding(product, sizes, len(signs))
     found, limit = folded(c, signs), torch.finfo(c.dtype).max / 2
     # No element exceeds the norms of its row and column. Where these are small, what is not finite is no overflow.
-    impossible = torch.where(sizes < limit, torch.inf, 0.0).to(wide)
+    impossible = torch.where(sizes < limit, torch.inf, 0.0).to(accum)
     scores = torch.where(found.isfinite(), (found - expected).abs() / tolerance, impossible)
     return Residual(scores.nan_to_num(nan=0.0, posinf=torch.inf), expected, tolerance)
 
@@ -108,15 +108,15 @@ def _rounding(product: Product, sizes: Tensor, group: int) -> Tensor:
     that uncorrelated terms have, |a|·|b| ÷ √n. TF32 rounds what is multiplied.
     """
     c, root = product.c, math.sqrt(product.a.shape[1] + group)  # the checksum adds up a group besides
-    wide, unit = accum_dtype(c), _once_more(c)
+    accum, unit = accum_dtype(c), _once_more(c)
     largest = sizes if product.bias is None else sizes + norms(product.bias[None], group)
-    tolerance = root * _unit(wide) * largest
+    tolerance = root * _unit(accum) * largest
     if unit:
         # A flipped bit in C must not loosen what it is judged by: no row is larger than what was multiplied.
         tolerance = tolerance + unit * (torch.minimum(norms(c, group), largest) + sizes / root)
     # Below the smallest normal number steps are equal, not relative.
     least = torch.finfo(c.dtype).smallest_normal * _unit(c.dtype) * math.sqrt(group)
-    return DEVIATIONS * (tolerance + max(least, torch.finfo(wide).smallest_normal))
+    return DEVIATIONS * (tolerance + max(least, torch.finfo(accum).smallest_normal))
 
 
 def _once_more(c: Tensor) -> float:
@@ -159,8 +159,8 @@ def norms(x: Tensor, group: int) -> Tensor:
 
 def _by_rows(compute: Callable[[Tensor], Tensor], x: Tensor, multiple: int = 1) -> Tensor:
     """A function of rows in fp32 at least, of so many at a time that their copies stay small."""
-    wide, rows = accum_dtype(x), max(CHUNK // max(x.shape[1], 1) // multiple, 1) * multiple
-    parts = [compute(part.to(wide)) for part in x.split(rows)]
+    accum, rows = accum_dtype(x), max(CHUNK // max(x.shape[1], 1) // multiple, 1) * multiple
+    parts = [compute(part.to(accum)) for part in x.split(rows)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -223,7 +223,7 @@ def layers_of(run: Run, chunks: list[nn.Module]) -> list[LayerCall]:
     for chunk in chunks:
         hidden = present_blocks(chunk, DECODER) if run.plan.compile else []
         unseen = {id(module) for block in hidden for module in block.modules()}
-        unseen |= {id(each) for layer in mixtures(chunk) for each in (layer.router, layer.noise)}  # read, not called
+        unseen |= {id(each) for layer in moe_layers(chunk) for each in (layer.router, layer.noise)}  # read, not called
         for name, module in chunk.named_modules():
             if isinstance(module, nn.Linear) and not isinstance(module, Fp8Linear) and id(module) not in unseen:
                 found.append(LayerCall(name, module, "forward"))
@@ -389,13 +389,13 @@ class MatmulCheck:
             return []
         worst = max(seen, key=lambda flip: (flip.persists, flip.score))
         if worst.persists or self.flips or len(seen) > 1:
-            raise FailureError(self._verdict(worst, len(seen)))
+            raise FailureError(self._failure(worst, len(seen)))
         self.flips.append(worst)
         self.untold.append(worst)
         self.suspect(step, FOUND)
         return [worst]
 
-    def _verdict(self, flip: Flip, count: int) -> Failure:
+    def _failure(self, flip: Flip, count: int) -> Failure:
         others = f"and one of step {self.flips[0].step} was before it" if self.flips else f"one of {count} in this step"
         how = "computed again it still is" if flip.persists else others
         return Failure(

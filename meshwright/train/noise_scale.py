@@ -70,8 +70,8 @@ class NoiseMeter:
     def __init__(self, run: Run, chunks: Sequence[nn.Module], mesh: Mesh) -> None:
         self.chunks, self.mesh, self.count = chunks, mesh, microbatches(run.plan)
         self.names = [_measured(chunk, run.plan) for chunk in chunks]
-        wide = torch.float64 if run.plan.precision == "fp64" else torch.float32
-        self.norms = torch.zeros(run.plan.grad_accum, sum(map(len, self.names)), dtype=wide, device=mesh.device)
+        accum = torch.float64 if run.plan.precision == "fp64" else torch.float32
+        self.norms = torch.zeros(run.plan.grad_accum, sum(map(len, self.names)), dtype=accum, device=mesh.device)
         self.cells = [row.unbind() for row in self.norms.unbind()]  # made once: a hook has little else to do
         self.seen = [0] * self.norms.shape[1]  # microbatches of this step, by parameter
         own = [weight for chunk, names in zip(chunks, self.names, strict=True)

@@ -22,7 +22,7 @@ from meshwright.search.best_first import Candidate, fit_of, priced
 from meshwright.search.explain import neighbours, smaller_microbatches
 from meshwright.search.question import Question
 from meshwright.spec.plan import Plan
-from meshwright.spec.units import GIB
+from meshwright.spec.units import GIB, gib
 from meshwright.train.state import State
 
 # Lines that are measured by adding up tensors.
@@ -40,12 +40,12 @@ class FittingChange(msgspec.Struct, frozen=True, kw_only=True):
     cost: float  # predicted time of a step ÷ the present plan's
 
     def __str__(self) -> str:
-        return f"{self.change}: {self.peak_bytes / GIB:.1f} GiB, {self.cost:.2f}× the time"
+        return f"{self.change}: {gib(self.peak_bytes)} GiB, {self.cost:.2f}× the time"
 
 
 @contextmanager
 def explaining(run: Run, device: torch.device, state: State | None = None) -> Iterator[None]:
-    """An allocation that fails in here is a fault with a verdict."""
+    """An allocation that fails in here has a failure report of its own."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -66,9 +66,7 @@ class CardUse(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         named = f": {'; '.join(map(str, self.holders))}" if self.holders else " (the driver does not say which)"
-        return (
-            f"other processes hold {self.other_bytes / GIB:.1f} of this card's {self.total_bytes / GIB:.0f} GiB{named}"
-        )
+        return f"other processes hold {gib(self.other_bytes)} of this card's {self.total_bytes / GIB:.0f} GiB{named}"
 
 
 def card_use(device: torch.device) -> CardUse:
@@ -87,7 +85,7 @@ def card_use(device: torch.device) -> CardUse:
 
 
 def explained(error: Exception, run: Run, state: State | None, device: torch.device) -> Failure:
-    """The verdict on an allocation that failed; where the catalogue has no such card, little more than who holds it."""
+    """The report on an allocation that failed; where the catalogue has no such card, little more than who holds it."""
     use = card_use(device) if device.type == "cuda" else None
     if use is None or recognised(torch.cuda.get_device_name(device), catalogue().cards) is None:
         shared = f"; {use}" if use is not None and use.is_shared else ""
@@ -96,7 +94,7 @@ def explained(error: Exception, run: Run, state: State | None, device: torch.dev
         return Failure(kind="memory", code=Exit.DOES_NOT_FIT, what=f"out of memory: {error}{shared}", remedy=remedy)
     question = question_of(run, torch.cuda.get_device_name(device))
     measured = held(state, state_layout(question.job(run.plan))) if state is not None else {}
-    return verdict(question, run, measured, torch.cuda.max_memory_allocated(device), str(error), use)
+    return failure_report(question, run, measured, torch.cuda.max_memory_allocated(device), str(error), use)
 
 
 def expected(run: Run, device: torch.device) -> str:
@@ -109,7 +107,7 @@ def expected(run: Run, device: torch.device) -> str:
 def peak_words(question: Question, run: Run) -> str:
     """What the most loaded rank is expected to hold, and whether it can."""
     peak, room = worst(question.job(run.plan)).allocated, question.cluster.gpu.memory_bytes
-    words = f"{peak / GIB:.1f} of {room / GIB:.0f} GiB expected at the peak"
+    words = f"{gib(peak)} of {room / GIB:.0f} GiB expected at the peak"
     return f"memory: {words}" if peak <= room else f"warning: {words}: this will not fit"
 
 
@@ -120,7 +118,7 @@ def question_of(run: Run, device_name: str) -> Question:
 
 def held(state: State, layout: StateLayout) -> dict[str, int]:
     """Bytes that this rank's device holds between steps, by line of the ledger."""
-    if layout.hosted:
+    if layout.cpu_offload:
         return {}
     weights = state.optimizer.weights
     found = {"gradients": _bytes([local(weight.grad) for weight in weights if weight.grad is not None])}
@@ -140,7 +138,7 @@ def held(state: State, layout: StateLayout) -> dict[str, int]:
     }
 
 
-def verdict(
+def failure_report(
     question: Question, run: Run, measured: Mapping[str, int], peak: int, words: str, use: CardUse | None = None
 ) -> Failure:
     """Who holds the card, or what overran, measured beside predicted; and what to do about it."""
@@ -151,9 +149,9 @@ def verdict(
     found = changes(question, run, left)
     remedy = "; ".join(str(each) for each in found) or "no single change fits: use more GPUs, or a smaller model"
     if shared and predicted.allocated <= room:
-        into = f", or fit into the {left / GIB:.1f} GiB that are left: {remedy}" if found else ""
+        into = f", or fit into the {gib(left)} GiB that are left: {remedy}" if found else ""
         remedy = f"{FREE}{into}"
-    why = f"{use}; this plan needs {predicted.allocated / GIB:.1f} GiB" if shared else ""
+    why = f"{use}; this plan needs {gib(predicted.allocated)} GiB" if shared else ""
     return Failure(
         kind="memory",
         code=Exit.DOES_NOT_FIT,
@@ -170,8 +168,8 @@ def cause(predicted: Ledger, measured: Mapping[str, int], peak: int, room: float
     if predicted.allocated > room:
         most = max(predicted.lines, key=lambda line: line.bytes)
         return (
-            f"the plan needs {predicted.allocated / GIB:.1f} GiB of {room / GIB:.0f}, as predicted, "
-            f"{most.bytes / GIB:.1f} of them for {most.label}"
+            f"the plan needs {gib(predicted.allocated)} GiB of {room / GIB:.0f}, as predicted, "
+            f"{gib(most.bytes)} of them for {most.label}"
         )
     name, here, there = overrun(predicted, measured, peak)
     return f"{LABELS.get(name, name)} took {here / GIB:.2f} GiB, {there / GIB:.2f} GiB were predicted"

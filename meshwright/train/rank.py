@@ -145,7 +145,7 @@ def _say(error: Exception, order: RankSpec) -> None:
     there, and so is the loss of somebody else, whose own words say why. Stacks are in the failure reports."""
     is_plain = isinstance(error, InputError | FolderGoneError) or is_broken(str(error))
     if order.place.launcher != "meshwright" and is_plain:
-        known = failure.verdict_of(error)
+        known = failure.report_of(error)
         words = _first_line(error) if known is None else f"{known.what}; {known.remedy}"
         print(f"rank {order.place.rank}: {words}", file=sys.stderr, flush=True)
     else:
@@ -196,21 +196,7 @@ def _run_rank(
             if not order.start:
                 restore(state, run, mesh, folder, screen.say)
             start.passed("restore")
-        kernels = fused_kernels.chosen(run.plan, mesh.device, state.chunks, state.optimizer.is_one_pass)
-        told = mesh if live is None else live.told
-        if told.rank == 0:
-            replace_json(folder / "env.json", environment(told, kernels))
-        how = (
-            *deterministic.described(run.plan, state.chunks),
-            *outer.described(run),
-            *onebit.described(run),
-            *parameter_server.described(run),
-            *communication.described(run.plan),
-        )
-        for line in (*how, f"kernels: {kernels}"):
-            screen.say(line)
-        trackers = run.log.writers if told.rank == 0 else ()
-        recorder = Recorder(run, told, folder, screen, [Writer(name, run, folder, screen.say) for name in trackers])
+        recorder = _recorder(run, state, mesh if live is None else live.told, folder, screen)
         recorder.mirror = mirror
         evaluator.begin(state, mesh, corpus, recorder)
         try:
@@ -231,6 +217,24 @@ def _run_rank(
             state.loader.close() if live is None else live.close()
             state.optimizer.close()
             screen.close()
+
+
+def _recorder(run: Run, state: State, mesh: Mesh, folder: Path, screen: PlainLines) -> Recorder:
+    """This rank's records, by its place among all ranks; how the run computes is said, and written down, before any."""
+    kernels = fused_kernels.chosen(run.plan, mesh.device, state.chunks, state.optimizer.is_one_pass)
+    if mesh.rank == 0:
+        replace_json(folder / "env.json", environment(mesh, kernels))
+    how = (
+        *deterministic.described(run.plan, state.chunks),
+        *outer.described(run),
+        *onebit.described(run),
+        *parameter_server.described(run),
+        *communication.described(run.plan),
+    )
+    for line in (*how, f"kernels: {kernels}"):
+        screen.say(line)
+    trackers = run.log.writers if mesh.rank == 0 else ()
+    return Recorder(run, mesh, folder, screen, [Writer(name, run, folder, screen.say) for name in trackers])
 
 
 def memory_of(order: RankSpec) -> tuple[Path | None, range | None]:
@@ -408,7 +412,7 @@ def _mark(phase: str, owner: ModuleType | Callable[..., Any]) -> PhaseMark:
 def failure_of(error: Exception, order: RankSpec, step: int, deviated: bool, begun: bool = True) -> Failure:
     """The failure report of a rank. `step` is −1 until the ranks stand ready; `begun`: they have made one since."""
     if isinstance(error, FailureError):
-        report, who = error.verdict, ""
+        report, who = error.report, ""
     else:
         kind, code, remedy = _meaning(error, order, begun and step >= 0)
         report = Failure(kind=kind, code=code, what=_first_line(error), remedy=remedy)

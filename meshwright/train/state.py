@@ -73,7 +73,7 @@ class ParamLocation(NamedTuple):
     dtype: torch.dtype | None = None  # None: that of weights that are trained
 
 
-def homes(run: Run) -> list[ParamLocation]:
+def locations(run: Run) -> list[ParamLocation]:
     """Every weight in the order of the parameter table."""
     frozen = precision.compute_dtype(run.plan)
     return [
@@ -90,12 +90,12 @@ def homes(run: Run) -> list[ParamLocation]:
 def weights(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     """Every weight, and then what is learned by other rules; see `gathered`."""
     beside = [ParamLocation(param.name, param.shape, owner_of(param, run.plan)) for param in buffers(run.arch)]
-    return gathered(chunks, [*homes(run), *beside], mesh, _held)
+    return gathered(chunks, [*locations(run), *beside], mesh, _held)
 
 
 def gradients(chunks: Sequence[nn.Module], run: Run, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     """Every gradient; see `gathered`."""
-    return gathered(chunks, homes(run), mesh, gradient)
+    return gathered(chunks, locations(run), mesh, gradient)
 
 
 def _held(weight: Tensor) -> Tensor:
@@ -109,9 +109,9 @@ def gradient(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gathered(
-    chunks: Sequence[nn.Module], homes: Iterable[ParamLocation], mesh: Mesh, of: Callable[[Tensor], Tensor]
+    chunks: Sequence[nn.Module], locations: Iterable[ParamLocation], mesh: Mesh, of: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Something of every weight, in the order of its homes, on the CPU, at the first pipeline rank.
+    """Something of every weight, in the order of the locations, on the CPU, at the first pipeline rank.
 
     All ranks must iterate to the end: each tensor is gathered from the ranks that share it, then handed to the first
     stage's; elsewhere nothing is yielded. Only one tensor is whole at a time.
@@ -124,13 +124,13 @@ def gathered(
     first = mesh.place["pp"] == 0
     every = list(chunks[0].parameters())
     like = next((weight for weight in every if weight.requires_grad), every[0])
-    for home in homes:
-        whole = _full(of(held[home.name])) if home.rank == mesh.place["pp"] else None
-        if home.rank != 0:
-            whole = _hand_over(whole, home, like, mesh)
+    for each in locations:
+        whole = _full(of(held[each.name])) if each.rank == mesh.place["pp"] else None
+        if each.rank != 0:
+            whole = _hand_over(whole, each, like, mesh)
         if first:
             assert whole is not None
-            yield home.name, whole.cpu()
+            yield each.name, whole.cpu()
 
 
 def owner_of(param: Param, plan: Plan) -> int:
@@ -154,7 +154,7 @@ def _full(weight: Tensor) -> Tensor:
     return whole_of(weight.to(weight.device_mesh.device_type))  # from host memory, where weights may live
 
 
-def _hand_over(whole: Tensor | None, home: ParamLocation, like: Tensor, mesh: Mesh) -> Tensor | None:
+def _hand_over(whole: Tensor | None, location: ParamLocation, like: Tensor, mesh: Mesh) -> Tensor | None:
     """From the owner's stage to the first, on every line of the pipeline."""
     group = mesh.group("pp")
     if whole is not None:
@@ -162,8 +162,8 @@ def _hand_over(whole: Tensor | None, home: ParamLocation, like: Tensor, mesh: Me
         return None
     if mesh.place["pp"] != 0:
         return None
-    # What is learned by other rules than gradients is never narrow.
-    dtype = torch.promote_types(like.dtype, torch.float32) if home.name.endswith(".load_bias") else like.dtype
-    whole = torch.empty(home.shape, dtype=home.dtype or dtype, device=mesh.device)
-    dist.recv(whole, group=group, group_src=home.rank)
+    # What is learned by other rules than gradients is never in low precision.
+    dtype = torch.promote_types(like.dtype, torch.float32) if location.name.endswith(".load_bias") else like.dtype
+    whole = torch.empty(location.shape, dtype=location.dtype or dtype, device=mesh.device)
+    dist.recv(whole, group=group, group_src=location.rank)
     return whole

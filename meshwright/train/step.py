@@ -132,8 +132,8 @@ def held_loss(chunks: Sequence[nn.Module], run: Run, mesh: Mesh, batch: Batch) -
 
 def forward_only(chunks: Sequence[nn.Module], run: Run, mesh: Mesh, batch: Batch) -> Tensor | None:
     """Logits of this rank's part of a microbatch, or None where another stage has them."""
-    words = arguments(run.plan, mesh, batch)
-    return chunks[0](**words) if run.plan.pp == 1 else relay(chunks, run, mesh, words)
+    kwargs = arguments(run.plan, mesh, batch)
+    return chunks[0](**kwargs) if run.plan.pp == 1 else relay(chunks, run, mesh, kwargs)
 
 
 @contextmanager
@@ -178,11 +178,11 @@ def arguments(plan: Plan, mesh: Mesh, batch: Batch) -> dict[str, Tensor | None]:
 def share_weight(chunks: Sequence[nn.Module], weight: Tensor) -> Tensor:
     """Tell the layers that inject a loss of their own what the loss is multiplied with."""
     for chunk in chunks:
-        for mixture in mixtures(chunk):
-            mixture.loss_weight = weight
+        for layer in moe_layers(chunk):
+            layer.loss_weight = weight
     return weight
 
 
-def mixtures(model: nn.Module) -> Iterator[MoELayer]:
+def moe_layers(model: nn.Module) -> Iterator[MoELayer]:
     """The layers that route tokens to experts."""
     return (module for module in model.modules() if isinstance(module, MoELayer))

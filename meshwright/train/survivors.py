@@ -285,7 +285,7 @@ class Survivors:
         if all(row == rows[0] for row in rows):
             self.equal_at = self.state.step if any(rows[0]) else self.equal_at
             return
-        verdict = Failure(
+        report = Failure(
             kind="replicas",
             code=Exit.HARDWARE,
             what=f"replicas {' and '.join(map(str, odd))} differ: their weights or states are not the same numbers",
@@ -298,7 +298,7 @@ class Survivors:
             rank=self.ranks[odd[0]][self.inner],
             step=self.state.step,
         )
-        raise FailureError(verdict)
+        raise FailureError(report)
 
     def _by_part(self, rows: Tensor) -> Tensor:
         """Each part's numbers from the member that has them; rows are by member, then by part."""
@@ -446,7 +446,7 @@ class Survivors:
             found = Generation(number=number, members=there, starts=tuple(starts))
         assert found is not None
         if found.number == self.generation.number:
-            raise StoppedError("asked to end while the replica came back")
+            raise StoppedError("stopped while the replica came back")
         return found
 
     def _standings(self) -> dict[int, RankPosition] | None:

@@ -59,7 +59,7 @@ def wait(store: dist.Store, keys: list[str], is_stopped: IsStopped, seconds: flo
     deadline = time.monotonic() + seconds
     while not store.check(keys):
         if is_stopped():
-            raise StoppedError("asked to end while the ranks met")
+            raise StoppedError("stopped while the ranks met")
         if time.monotonic() > deadline:
             return False
         time.sleep(LOOK_SECONDS)

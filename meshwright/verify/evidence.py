@@ -209,9 +209,9 @@ def _tensors(
 
 
 def judge(place: Place, run: Planned, reference: Path, folder: Path, tolerance: float, seconds: float) -> None:
-    """Compare in a process that has torch, and leave the verdict in the folder."""
-    verdict = compare(run, reference, folder, tolerance, seconds)
-    (folder / "verdict.json").write_bytes(msgspec.json.encode(verdict))
+    """Compare in a process that has torch, and leave the result in the folder."""
+    result = compare(run, reference, folder, tolerance, seconds)
+    (folder / "result.json").write_bytes(msgspec.json.encode(result))
 
 
 def drive(place: Place, run: Run, cache: Path, folder: Path, until: int) -> None:

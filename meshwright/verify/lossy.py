@@ -175,14 +175,14 @@ class FactoredSum:
         if shape is None:
             return sum(own, torch.zeros_like(own[0]))
         due = [gradient + self.owed[name, number] for number, gradient in enumerate(own)]
-        turned = [each.mT if shape.turned else each for each in due]
+        oriented = [each.mT if shape.transposed else each for each in due]
         if name not in self.factors:
             first = first_factor(self.run.seed, name, shape)
             self.factors[name] = first.to(due[0]).view(*due[0].shape[:-2], shape.long, shape.rank)
-        basis, _ = torch.linalg.qr(sum(each @ self.factors[name] for each in turned))
-        self.factors[name] = torch.stack([each.mT @ basis for each in turned]).sum(0)
+        basis, _ = torch.linalg.qr(sum(each @ self.factors[name] for each in oriented))
+        self.factors[name] = torch.stack([each.mT @ basis for each in oriented]).sum(0)
         total = basis @ self.factors[name].mT
-        total = total.mT if shape.turned else total
+        total = total.mT if shape.transposed else total
         for number, each in enumerate(due):
             if self.run.plan.error_feedback:
                 self.owed[name, number] = each - total / len(own)

@@ -162,7 +162,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        return all(verdict.passed for verdict in self.verdicts)
+        return all(result.passed for result in self.verdicts)
 
 
 class Planned(Protocol):
@@ -363,7 +363,7 @@ def prove_all(jobs: list[Job], cache: Path, folder: Path, say: Callable[[str], N
         )
     text = msgspec.json.format(msgspec.json.encode(certificates), indent=2) + b"\n"
     (folder / CERTIFICATE).write_bytes(text)
-    return [verdict for certificate in certificates for verdict in certificate.verdicts]
+    return [result for certificate in certificates for result in certificate.verdicts]
 
 
 def named(reference: Planned) -> tuple[str, Remote]:
@@ -425,7 +425,7 @@ def beside(
             run_ranks(record if whom == ONE else reference_record, 1, (reference, given, base), LONGEST)
 
     refer(None)
-    verdicts = []
+    results = []
     with closing(KeptRanks(record)) as ranks, closing(KeptRanks(JUDGE)) as judge:
         for number, (name, run) in enumerate(planned):
             place = _fresh(folder / f"plan{number}")
@@ -434,20 +434,20 @@ def beside(
                 ranks.run(run.plan, (run, given, place))
                 refer(place)
                 judge.run(ALONE, (run, base, place, tolerance, time.monotonic() - began))
-                verdict = msgspec.json.decode((place / "verdict.json").read_bytes(), type=ParityResult)
+                result = msgspec.json.decode((place / "result.json").read_bytes(), type=ParityResult)
             except RankError as error:
                 far = {f"{quantity}_deviation": math.inf for quantity in QUANTITIES}
-                spent = {"seconds": time.monotonic() - began, "error": str(error.verdict or error)}
-                fits = error.verdict is None or error.verdict.code != Exit.DOES_NOT_FIT
-                verdict = ParityResult(plan=name, passed=False, first_bad=None, worst="", fits=fits, **far, **spent)
-            verdict = msgspec.structs.replace(verdict, plan=name)
+                spent = {"seconds": time.monotonic() - began, "error": str(error.report or error)}
+                fits = error.report is None or error.report.code != Exit.DOES_NOT_FIT
+                result = ParityResult(plan=name, passed=False, first_bad=None, worst="", fits=fits, **far, **spent)
+            result = msgspec.structs.replace(result, plan=name)
             shutil.rmtree(place)
-            verdicts.append(verdict)
-            words = "equal" if verdict.passed else _trouble(verdict)
-            deviations = [f"{getattr(verdict, f'{quantity}_deviation'):8.1e}" for quantity in QUANTITIES]
+            results.append(result)
+            words = "equal" if result.passed else _trouble(result)
+            deviations = [f"{getattr(result, f'{quantity}_deviation'):8.1e}" for quantity in QUANTITIES]
             say(f"{name:<{width}}  {'  '.join(deviations)}   {words}")
     shutil.rmtree(base)
-    return verdicts
+    return results
 
 
 def _trouble(found: ParityResult) -> str:

@@ -190,7 +190,7 @@ def record(place: Place, trial: Trial, subject: Subject, folder: Path) -> None:
     plan = trial.plan
     mesh = lasting(cast(Run, trial), place)  # of a run, no more is read there
     model, batches = subject.model(plan, mesh.device), subject.batches(plan, mesh)
-    homes, streams = homes_of(model, plan, subject.model_spec), streams_of(model, plan, subject.model_spec)
+    locations, streams = locations_of(model, plan, subject.model_spec), streams_of(model, plan, subject.model_spec)
     chunks = apply(model, plan, mesh, subject.model_spec)
     step = ModuleStep(chunks, plan, mesh, subject.loss, streams)
     optimizer = ResidentOptimizer(OPTIM, chain.from_iterable(chunk.parameters() for chunk in chunks), plan)
@@ -202,8 +202,8 @@ def record(place: Place, trial: Trial, subject: Subject, folder: Path) -> None:
         # Gradients are of the sum. Its divisor, known only now, is taken out as a loss scale would be.
         stats = clip.grad_stats(loss, square, count, OPTIM.grad_clip)
         optimizer.step(OPTIM.lr, stats)
-        evidence.step(loss / count, stats.norm, gathered(chunks, homes, mesh, gradient))
-    evidence.end(gathered(chunks, homes, mesh, lambda weight: weight))
+        evidence.step(loss / count, stats.norm, gathered(chunks, locations, mesh, gradient))
+    evidence.end(gathered(chunks, locations, mesh, lambda weight: weight))
 
 
 class ModuleStep:
@@ -252,7 +252,7 @@ def _first(batch: Batch) -> Tensor:
     return next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
 
 
-def homes_of(model: nn.Module, plan: Plan, model_spec: ModelSpec) -> list[ParamLocation]:
+def locations_of(model: nn.Module, plan: Plan, model_spec: ModelSpec) -> list[ParamLocation]:
     """The pipeline rank of every weight."""
     ranks = dict.fromkeys((name for name, _ in model.named_parameters()), 0)
     if plan.pp > 1:

@@ -29,10 +29,10 @@ from meshwright.config.run import Run
 from meshwright.cost.job import Job
 from meshwright.cost.layout import LABELS, state_layout, total
 from meshwright.cost.memory import Ledger, ledger, worst
-from meshwright.cost.resident import hosted, states
+from meshwright.cost.resident import host_states, states
 from meshwright.cost.traffic import Axis, Collective, Kind, of_every_step, traffic
 from meshwright.data.loader import Batch, StepBatch
-from meshwright.kernels import coded
+from meshwright.kernels import quantized
 from meshwright.kernels.experts import by_segment
 from meshwright.models import lora
 from meshwright.models.decoder import Decoder
@@ -144,10 +144,10 @@ def following() -> Iterator[Live]:
         live.resized(storage)
         return result
 
-    def shape_of_whole(*arguments: Any) -> Any:
+    def shape_of_whole(*args: Any) -> Any:
         live.asking += 1
         try:
-            return shape(*arguments)
+            return shape(*args)
         finally:
             live.asking -= 1
 
@@ -302,12 +302,12 @@ def _all_to_all(
     given: Tensor,
     received: list[int] | None = None,
     sent: list[int] | None = None,
-    **words: Any,
+    **kwargs: Any,
 ) -> Any:
     """An all-to-all of the fake group, which returns what it is given: of nothing it can make nothing else."""
     if given.numel() == 0 and sent is not None:
         output, received = output.new_empty(0), [0] * len(sent)
-    return exchange(output, given, received, sent, **words)
+    return exchange(output, given, received, sent, **kwargs)
 
 
 def traceable(plan: Plan) -> Plan:
@@ -327,7 +327,7 @@ def trace_step(run: Run, rank: int, collectives: Collectives) -> DryRunStep:
         lora.freeze(model, run.arch, precision.compute_dtype(run.plan))
         chunks = apply(model, run.plan, mesh, DECODER)
         forward_backward = choose(run, chunks, mesh)
-        stack.callback(coded.forget_tables)
+        stack.callback(quantized.forget_tables)
         # Tensors take no memory; the mesh and the model on meta, which hold none either, are let in.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         live = stack.enter_context(following())
@@ -393,7 +393,7 @@ class _Step:
     def states(self) -> dict[str, int]:
         """Bytes of what stays from step to step, and of the gradients, which are there until the next begins."""
         return {
-            "weights": stored([*self.optimizer.wide, *self.frozen]),
+            "weights": stored([*self.optimizer.masters, *self.frozen]),
             "gradients": stored(weight.grad for weight in self.weights),
             "moments": stored(chain.from_iterable(self.optimizer.states().values())),
             "error_feedback": stored(chain.from_iterable(reduction.kept() for reduction in self.reductions)),
@@ -487,12 +487,13 @@ def _calls(seen: DryRunStep) -> Iterator[CallRow]:
 
 
 def _held(job: Job, plan: Plan, seen: DryRunStep, said: Ledger) -> Iterator[ByteRow]:
-    near, away = (of(job.arch, plan, seen.place, state_layout(job)) for of in (states, hosted))
-    planned = {line.name: line.bytes for line in (*near, *away)}
+    near, offloaded = (of(job.arch, plan, seen.place, state_layout(job)) for of in (states, host_states))
+    planned = {line.name: line.bytes for line in (*near, *offloaded)}
     for name in ("weights", "gradients", "moments", "error_feedback"):
         if name in planned:
             yield ByteRow(name=name, planned=planned[name], traced=seen.states[name], tolerance=0.0)
-    yield ByteRow(name="peak", planned=said.allocated + total(away), traced=seen.live_bytes, tolerance=PEAK_TOLERANCE)
+    peak = said.allocated + total(offloaded)
+    yield ByteRow(name="peak", planned=peak, traced=seen.live_bytes, tolerance=PEAK_TOLERANCE)
 
 
 def notes(run: Run) -> Iterator[str]:

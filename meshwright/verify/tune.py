@@ -99,7 +99,7 @@ class NotApplicable(Exception):  # noqa: N818  (nothing went wrong)
     """A check has nothing to look at in this run."""
 
 
-class FaultFound(Exception):  # noqa: N818  (as a verdict it is the checks' product)
+class FaultFound(Exception):  # noqa: N818  (a finding of a check)
     """What a check looks for is not so."""
 
 

@@ -13,7 +13,7 @@ from meshwright.checkpoint import format as manifests
 from meshwright.checkpoint.storage import CorruptError
 from meshwright.config.run import Run
 from meshwright.cost.layout import layout_of
-from meshwright.cost.resident import hosted, states
+from meshwright.cost.resident import host_states, states
 from meshwright.parallel.mesh import local
 from meshwright.train.build import build
 from meshwright.train.loop import StepResult, train
@@ -47,7 +47,7 @@ def compare(folder: Path, kind: str, plans: tuple[str, ...], *words: str) -> Non
         assert {state.dtype for each in optimizer.states().values() for state in each} == {torch.bfloat16}
         held = sum(state.nbytes for each in optimizer.states().values() for state in each)
         layout = layout_of(run.plan, run.optim.master_weights, "bf16", run.optim.name)
-        lines = (hosted if layout.hosted else states)(run.arch, run.plan, mesh_of(run.plan).place, layout)
+        lines = (host_states if layout.cpu_offload else states)(run.arch, run.plan, mesh_of(run.plan).place, layout)
         assert held == {line.name: line.bytes for line in lines}["moments"]
         if reference is not None:
             agree(trial, reference, plan)

@@ -10,12 +10,11 @@ from test_traffic import surprises
 from trials import make_run, mesh_of
 from worlds import world
 
-from meshwright.cost import activations
 from meshwright.cost.activations import microbatch_shape, saved_activations
 from meshwright.cost.job import Job
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
-from meshwright.kernels import cross_entropy
+from meshwright.spec import plan as spec
 
 ROWS = 48  # of 8 · 32: five chunks and a rest
 
@@ -24,9 +23,8 @@ ROWS = 48  # of 8 · 32: five chunks and a rest
 def small_chunks() -> Iterator[None]:
     """The trainer's chunks and the planner's, both of a few rows."""
     with pytest.MonkeyPatch.context() as patch:
-        for place, name in ((cross_entropy, "ROWS"), (activations, "CHUNK_ROWS")):
-            patch.setattr(place, name, ROWS)
-            patch.setattr(place, "CHUNK_BYTES", 1)
+        patch.setattr(spec, "LOGIT_ROWS", ROWS)
+        patch.setattr(spec, "LOGIT_BYTES", 1)
         yield
 
 
@@ -53,6 +51,6 @@ def test_a_forward_keeps_the_gradients_of_the_loss_and_no_logits(folder):  # noq
         work = microbatch_shape(job, fused_norm=False)
         said = saved_activations(work, (False,) * run.arch.layers, True, "none")
         # Of an odd vocabulary one rank has half an entry more than the mean, the other half an entry less.
-        odd = run.arch.hidden * work.narrow / 2
+        odd = run.arch.hidden * work.compute_bytes / 2
         seen = saved_for_backward(run, mesh_of(run.plan), folder)
         assert abs(seen - said.activations - said.logits) == odd, words

@@ -324,7 +324,7 @@ def test_a_sync_makes_what_the_ledger_says(folder, words, least):
     outer, peak = state.outer, 0
     assert isinstance(outer, OuterLoop)
     for bucket, codes in zip(outer.buckets, outer.codes, strict=True):
-        with torch.no_grad(), Live([*bucket.wide, *bucket.anchor, *bucket.momentum]) as live:
+        with torch.no_grad(), Live([*bucket.masters, *bucket.anchor, *bucket.momentum]) as live:
             outer._sync(bucket, codes, 2)
         peak = max(peak, live.peak)
     said = sync_bytes(RankView(arch=run.arch, plan=run.plan, sequence=0, place=mesh.place))

@@ -26,7 +26,7 @@ from meshwright.cost.job import Job
 from meshwright.cost.layout import layout_of, state_layout
 from meshwright.cost.memory import ledger
 from meshwright.cost.rank_view import still_blocks
-from meshwright.cost.resident import PIECE, SLOTS, hosted, largest_weight, rounding_bytes, states
+from meshwright.cost.resident import PIECE, SLOTS, host_states, largest_weight, rounding_bytes, states
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
 from meshwright.optim import host_memory
@@ -305,7 +305,7 @@ def surprises(folder: Path, words: tuple[str, ...]) -> list[str]:
     mesh = mesh_of(run.plan)
     seen, _ = measured(run, mesh, folder)
     of = (run.arch, run.plan, mesh.place, state_layout(job_of(run)))
-    said = {line.name: line.bytes for line in (*states(*of), *hosted(*of))}  # a CPU's memory is the host's
+    said = {line.name: line.bytes for line in (*states(*of), *host_states(*of))}  # a CPU's memory is the host's
     return [f"{run.plan}: {name} seen {seen[name]}, said {said[name]}" for name in said if seen[name] != said[name]]
 
 
@@ -338,7 +338,7 @@ def test_a_lone_rank_whose_weights_are_in_host_memory_copies_one_block_at_a_time
     seen, _ = measured(run, mesh_of(run.plan), folder)
     near = {line.name: line.bytes for line in states(run.arch, run.plan)}
     assert near["weights"] == near["gradients"] == near["moments"] == near["unreduced_grads"] == 0
-    assert seen == near | {line.name: line.bytes for line in hosted(run.arch, run.plan)}
+    assert seen == near | {line.name: line.bytes for line in host_states(run.arch, run.plan)}
     assert 0 < near["all_gathered_params"] < count(run.arch) * (2 if run.plan.precision == "bf16" else 4)
 
 
@@ -417,7 +417,7 @@ def test_states_that_live_elsewhere_take_the_bytes_that_are_said_there(folder, w
     near = [array for home in optimizer.locations for array in home.arrays]
     slots = [buffer for slot in optimizer.slots for buffer in slot.near]
     optimizer.close()
-    said = ledger(job).away
+    said = ledger(job).offloaded
     kept = {line.name: line.bytes for line in (*said.host, *said.disk)}
     assert sum(array.nbytes for array in near) == kept["states"]
     assert bool(said.disk) == (run.plan.optimizer_offload == "disk")
@@ -516,9 +516,9 @@ def unexpected(folder: Path, words: tuple[str, ...]) -> list[str]:
     still = still_blocks(run.arch)
     said = saved_activations(work, (False,) * run.arch.blocks, True, "none", still)
     # The first norm with a gradient has none of its input, so that operations in the place of a kernel save it once.
-    once = work.split * (run.arch.hidden + 1) * work.wide if still else 0
+    once = work.split * (run.arch.hidden + 1) * work.accum_bytes if still else 0
     # Of an odd vocabulary one rank of tp has half an entry more than the mean, the other half an entry less.
-    odd = work.whole * work.wide / 2 * (1 + run.arch.mtp_layers) if run.plan.tp > 1 else 0
+    odd = work.whole * work.accum_bytes / 2 * (1 + run.arch.mtp_layers) if run.plan.tp > 1 else 0
     seen = saved_for_backward(run, mesh_of(run.plan), folder)
     differ = seen - said.activations - said.logits + once
     return [] if abs(differ) == odd else [f"{run.plan}: seen {seen}, differs by {differ}"]
@@ -581,4 +581,4 @@ def test_what_is_computed_anew_over_tp_is_not_kept(folder):
         said = saved_activations(work, (False,) * run.arch.layers, True, policy)
         differ = alive_after_forward(run, mesh, folder) - whole - said.activations - said.logits
         # The last block's result lives on beside the wide copy that the norm after it keeps; and the vocabulary is odd.
-        assert abs(differ - work.stream) <= work.whole * work.wide / 2 + 64, (policy, mesh.rank, differ)
+        assert abs(differ - work.hidden_states) <= work.whole * work.accum_bytes / 2 + 64, (policy, mesh.rank, differ)

@@ -207,7 +207,7 @@ def test_weights_stay_in_the_pages_that_they_are_given(folder):
     places = {local(weight.detach()).untyped_storage().data_ptr(): weight for weight in optimizer.weights}
     even = {place for place, weight in places.items() if weight.shape[0] % 2 == 0}
     assert even == set(optimizer.memory.addresses) < set(places), "the vocabulary is odd"
-    assert {moved.untyped_storage().data_ptr() for moved in optimizer.wide} == set(places)
+    assert {moved.untyped_storage().data_ptr() for moved in optimizer.masters} == set(places)
     assert mine.losses == usual.losses
     assert all(torch.equal(mine.weights[name], weight) for name, weight in usual.weights.items())
 

@@ -23,7 +23,7 @@ from meshwright.spec.plan import Plan
 from meshwright.train.state import gathered
 from meshwright.verify import parity
 from meshwright.verify.collectives import Call, Calls, observing
-from meshwright.verify.prove_module import Batch, ModuleStep, decided, homes_of, streams_of
+from meshwright.verify.prove_module import Batch, ModuleStep, decided, locations_of, streams_of
 
 # float64 sums in another order: some tens of terms of relative error 1e-16 each, through five AdamW steps.
 TOLERANCE = 1e-12
@@ -49,7 +49,7 @@ def mine(plan: Plan, part: int) -> list[Batch]:
 def ours(plan: Plan, model_spec: ModelSpec) -> tuple[dict[str, Tensor], list[float]]:
     """Weights after the last step, and the gradient's norm of each."""
     mesh, model = mesh_of(plan), plain()
-    homes, streams = homes_of(model, plan, model_spec), streams_of(model, plan, model_spec)
+    locations, streams = locations_of(model, plan, model_spec), streams_of(model, plan, model_spec)
     chunks = apply(model, plan, mesh, model_spec)
     step = ModuleStep(chunks, plan, mesh, loss, streams)
     optimizer = ResidentOptimizer(OPTIM, chain.from_iterable(chunk.parameters() for chunk in chunks), plan)
@@ -61,7 +61,7 @@ def ours(plan: Plan, model_spec: ModelSpec) -> tuple[dict[str, Tensor], list[flo
         verdict = clip.grad_stats(total, square, count, OPTIM.grad_clip)
         optimizer.step(OPTIM.lr, verdict)
         norms.append(verdict.norm.item())
-    return dict(gathered(chunks, homes, mesh, lambda weight: weight)), norms
+    return dict(gathered(chunks, locations, mesh, lambda weight: weight)), norms
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:

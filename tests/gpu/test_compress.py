@@ -97,30 +97,6 @@ def test_the_host_waits_for_nothing():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def seconds(model: nn.Sequential) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(3):
-        step(model)
-    start.record()
-    for _ in range(5):
-        step(model)
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 5e3
-
-
-def test_times_are_told():
-    """No bound: a card's link to its host differs. The numbers are for docs/compress.md."""
-    kinds = (
-        {},
-        {"recompute": "full"},
-        {"activation_offload": True},
-        {"activation_quant": "int8"},
-        {"activation_quant": "fp8"},
-    )
-    print({str(fields): f"{seconds(wrapped(**fields)) * 1e3:.2f} ms" for fields in kinds})
-
-
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codes_are_those_of_a_cpu(kind, dtype):

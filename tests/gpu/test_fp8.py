@@ -13,7 +13,6 @@ import kernel_cases
 from kernel_cases import STRIDES, draw
 from trials import make_corpus, make_run
 
-from meshwright.kernels.coded import CodedPart, decode, encode
 from meshwright.kernels.fp8 import (
     CAPABILITY,
     FORMATS,
@@ -25,6 +24,7 @@ from meshwright.kernels.fp8 import (
     frozen_product,
     scale_of,
 )
+from meshwright.kernels.quantized import FrozenPart, decode, encode
 from meshwright.parallel import mesh as meshes
 from meshwright.train.build import build
 from meshwright.train.loop import StepResult, train
@@ -51,7 +51,7 @@ def test_a_frozen_weight_is_turned_to_the_bit_and_multiplied_near_float64(scalin
     parts = tuple(part.cuda() for part in encode("fp8", draw((256, 512), torch.float32, 1).cpu()))
     one = torch.ones((), device="cuda")
     assert torch.equal(bits(cast_transposed(parts[0].view(FORMATS["e4m3"]), one, one)), parts[0].t())
-    weight = decode(CodedPart("fp8", 0), parts, torch.float64)
+    weight = decode(FrozenPart("fp8", 0), parts, torch.float64)
     x = draw((64, 512), torch.bfloat16, 2).requires_grad_()
     y = frozen_product(x, *parts, scaling=scaling, accumulate="fast", grad_format="e4m3", sharing=None)
     slope = draw(y.shape, torch.bfloat16, 3)

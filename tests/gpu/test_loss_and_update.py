@@ -29,8 +29,9 @@ def relative(value: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize(("upstream", "softcap"), [(1.0, 0.0), (0.25, 0.0), (1.0, 3.0)])
 def test_the_loss_and_its_gradients_are_those_of_whole_logits(monkeypatch, rows, vocab, chunk_rows, upstream, softcap):
     from meshwright.kernels import cross_entropy
+    from meshwright.spec import plan as spec
 
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", vocab * 2 * chunk_rows)
+    monkeypatch.setattr(spec, "LOGIT_BYTES", vocab * 2 * chunk_rows)
     torch.manual_seed(1)
     x = torch.randn(1, rows, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     projection = (torch.randn(vocab, 256, device="cuda") * 0.1).bfloat16().requires_grad_()
@@ -62,9 +63,10 @@ def test_parts_of_a_vocabulary_are_the_whole(monkeypatch, shape, cuts, dtype, st
 
 def test_chunks_and_one_pass_agree_with_the_plain_twin(monkeypatch):
     from meshwright.kernels import cross_entropy
+    from meshwright.spec import plan as spec
 
-    monkeypatch.setattr(cross_entropy, "ROWS", 96)
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(spec, "LOGIT_ROWS", 96)
+    monkeypatch.setattr(spec, "LOGIT_BYTES", 1)
     found = []
     for kernels in ("fused", "plain"):
         torch.manual_seed(3)

@@ -57,7 +57,7 @@ def test_after_it_is_built_the_device_holds_no_weights(folder):
         parameters = sum(weight.numel() for weight in state.chunks[0].parameters())
         state.loader.close()
         del state, run
-    # Twelve bytes a parameter: a wide weight and two moments. Left are scalars and the batches that wait.
+    # Twelve bytes a parameter: an fp32 master weight and two moments. Left are scalars and the batches that wait.
     assert held["false"] >= 12 * parameters
     assert held["true"] < 2**20
 
@@ -71,7 +71,7 @@ def test_between_steps_no_state_is_on_the_device_and_its_peak_is_far_below_the_m
     state.loader.close()
     optimizer = state.optimizer
     assert isinstance(optimizer, CpuOffloadOptimizer)
-    held = [*optimizer.wide, *chain.from_iterable(optimizer.states().values()), optimizer.count]
+    held = [*optimizer.masters, *chain.from_iterable(optimizer.states().values()), optimizer.count]
     held += [local(weight.grad) for weight in optimizer.weights if weight.grad is not None]
     assert len(held) == 4 * len(optimizer.weights) + 1
     assert {tensor.device.type for tensor in held} == {"cpu"}
@@ -87,8 +87,8 @@ def test_weights_and_gradients_are_pinned_and_stay_where_the_optimizer_sees_them
     assert all(local(weight.detach()).is_pinned() for weight in optimizer.weights)
     list(train(run, state, mesh))
     state.loader.close()
-    for weight, wide in zip(optimizer.weights, optimizer.wide, strict=True):
-        assert local(weight.detach()).data_ptr() == wide.data_ptr()  # torch has put no copy in their place
+    for weight, master in zip(optimizer.weights, optimizer.masters, strict=True):
+        assert local(weight.detach()).data_ptr() == master.data_ptr()  # torch has put no copy in their place
         assert weight.grad is not None
         assert local(weight.grad).is_pinned()
 

@@ -22,7 +22,7 @@ def test_the_loss_falls(folder, precision):
     losses = [result.loss.item() for result in train(run, state, mesh) if isinstance(result, StepResult)]
     state.loader.close()
     assert losses[-1] < losses[0] - 0.5
-    assert {wide.dtype for wide in state.optimizer.wide} == {torch.float32}
+    assert {each.dtype for each in state.optimizer.masters} == {torch.float32}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

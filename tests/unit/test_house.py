@@ -18,13 +18,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # How many files may read an optional field of a plan as plan.FIELD. In the paper tower that is cost/layout.py or
 # cost/activations.py, whose tables everybody else reads.
 READERS = 8
-OPTIONAL = (
-    "recompute", "activation_quant", "activation_offload", "fp8_scaling", "fp8_accumulate", "fp8_grad",
-    "bf16_params", "optimizer_offload", "optimizer_offload_update", "optimizer_offload_host_bytes",
-    "optimizer_offload_folder", "cpu_offload", "kernels", "compile", "deterministic",
-    "grad_reduce", "powersgd", "error_feedback", "grad_reduce_node", "gather", "secondary_shard",
-    "sync_every", "outer", "outer_quant", "outer_fragments", "staleness",
-)  # fmt: skip
+EVERY_PLAN = {  # has these: degrees, stages, the batch and its precision
+    "pp", "replicate", "shard", "cp", "tp", "ep", "zero", "schedule", "chunks", "stages", "microbatch", "grad_accum",
+    "precision",
+}  # fmt: skip
+OPTIONAL = tuple(field.name for field in FIELDS if field.name not in EVERY_PLAN)
 SMALL = 60  # lines: a module below that only one other imports is a fragment of the other
 COMPLEXITY = 10
 

@@ -68,9 +68,9 @@ def test_each_of_two_hundred_flipped_bits_is_seen(original, tmp_path):
         after = bytearray(before)
         after[place // 8] ^= 1 << place % 8
         file.write_bytes(after)
-        verdict = integrity.verify(home.parent, lambda text: None)
-        assert not verdict.sound
-        named = [*verdict.damages, *(damage for step in verdict.steps for damage in step.damages)]
+        found = integrity.verify(home.parent, lambda text: None)
+        assert not found.sound
+        named = [*found.damages, *(damage for step in found.steps for damage in step.damages)]
         assert any(damage.file == str(file) for damage in named)
         step, said = load(home)
         assert said, (file, place)
@@ -87,8 +87,8 @@ def test_a_flip_is_named_with_its_tensor_and_bytes(home):
     content = bytearray(file.read_bytes())
     content[hit.begin + 5] ^= 1
     file.write_bytes(content)
-    verdict = integrity.verify_step(home / "step-3")
-    (damage,) = verdict.damages
+    found = integrity.verify_step(home / "step-3")
+    (damage,) = found.damages
     assert damage.tensor == manifest.tensors[hit.tensor].name + "[0:7,0:6]"
     assert (damage.begin, damage.end) == (hit.begin, hit.end)
     _, said = load(home)
@@ -161,8 +161,8 @@ def test_a_stale_pointer_is_said_and_the_newest_whole_step_is_used(home):
 
 
 def test_the_pointer_itself_can_be_asked(home):
-    (verdict,) = integrity.verify(home / "latest", lambda text: None).steps
-    assert verdict.step == 3
+    (found,) = integrity.verify(home / "latest", lambda text: None).steps
+    assert found.step == 3
     assert (home / "latest").read_text().splitlines()[0] == "step-3"
 
 

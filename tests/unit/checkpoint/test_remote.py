@@ -187,7 +187,7 @@ def test_a_run_that_was_asked_to_end_does_not_wait_for_long(tmp_path, monkeypatc
     with mirroring(run, tmp_path, said.append, lambda: True) as mirror:
         mirror.send(1)
     go.set()
-    assert said == [f"warning: step-1 was not copied to {address}: the run was asked to end, and 0.1 s were not enough"]
+    assert said == [f"warning: step-1 was not copied to {address}: the run was stopped, and 0.1 s were not enough"]
 
 
 def test_an_address_of_another_run_and_fresh_ones_are_refused(tmp_path, address):

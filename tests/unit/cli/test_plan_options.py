@@ -6,7 +6,9 @@ from asking import LLAMA_7B
 
 from meshwright.cli import main, plan
 from meshwright.cli import plan as plan_options
+from meshwright.cli.plan_tables import plan_words
 from meshwright.config import load
+from meshwright.spec.plan import Plan
 
 ASKED = "plan gpt2 --cluster 8xh100 --sequence 1024 --batch 64"
 
@@ -98,3 +100,9 @@ def test_a_program_is_told_what_became_of_a_table(capsys, tmp_path):
     source.write_text("layers,hidden,seq_len,gpu,n_gpus\n24,1024,1024,h100,8\n-1,1024,1024,h100,8\n")
     assert main.main(["plan", "--price", str(source), "--out", str(target), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"out": str(target), "priced": 1, "refused": 1}
+
+
+def test_plans_that_differ_are_said_differently():
+    """On a single shard too, where zero decides whether a gathered copy of the weights stays."""
+    plans = [Plan(replicate=8, microbatch=4, zero=zero) for zero in (0, 3)] + [Plan(shard=8, microbatch=4, zero=3)]
+    assert len({plan_words(each) for each in plans}) == 3

@@ -63,11 +63,11 @@ def test_a_rank_that_torchrun_starts_again_after_a_stop_file_ends_at_once(finish
 
 
 def test_a_failure_is_one_object_for_a_program(tmp_path, capsys):
-    verdict = Failure(kind="killed", code=11, what="rank 1 was killed", details=str(tmp_path / "gone"), step=7)
-    assert train._tell_failure(verdict, Namespace(json=True, words=[])) == 11
+    report = Failure(kind="killed", code=11, what="rank 1 was killed", details=str(tmp_path / "gone"), step=7)
+    assert train._tell_failure(report, Namespace(json=True, words=[])) == 11
     told = capsys.readouterr()
     answer = json.loads(told.out)
-    assert (answer["state"], answer["exit_code"], answer["what"], answer["step"]) == ("failed", 11, verdict.what, 7)
+    assert (answer["state"], answer["exit_code"], answer["what"], answer["step"]) == ("failed", 11, report.what, 7)
     assert "rank 1 was killed" in told.err
     assert "details" not in told.err  # what is not there is not named
 

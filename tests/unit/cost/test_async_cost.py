@@ -33,7 +33,7 @@ def test_a_servers_rows_are_on_the_host_and_nothing_of_the_optimizer_on_the_devi
     found = {bound: ledger(job(staleness=bound)) for bound in (0, 3)}
     parameters = count(preset("gpt2"))
     for bound, each in found.items():
-        lines = {line.name: line.bytes for line in each.away.host}
+        lines = {line.name: line.bytes for line in each.offloaded.host}
         assert lines["weights"] == pytest.approx(parameters * 4 / 8, rel=0.02)
         assert lines["moments"] == 2 * lines["weights"]
         assert lines["pieces"] == pytest.approx((2 * (bound + 1) + 2) * parameters * 4, rel=0.02)

@@ -10,11 +10,11 @@ from meshwright.cost.calibrate import (
     calibrated_cluster,
     fastest,
     least,
+    matmul_errors,
     measured,
-    product_errors,
 )
 from meshwright.cost.job import Job
-from meshwright.cost.primitives import GroupSpan, collective_seconds, flash_seconds, product_seconds, rates
+from meshwright.cost.primitives import GroupSpan, collective_seconds, flash_seconds, matmul_seconds, rates
 from meshwright.cost.step_time import lower_bound, price
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.profile import AttentionTime, CollectiveTime, ProductTime, Profile, read_profile
@@ -36,7 +36,7 @@ def profile_of(efficiency) -> Profile:
     """What a machine of these efficiencies would show."""
     at = rates(GPU, efficiency, "bf16")
     sizes = [(m, n, k) for m in (2048, 8192) for n in (1024, 4096, 14336) for k in (1024, 8192)]
-    products = [ProductTime(m=m, n=n, k=k, dtype="bf16", seconds=product_seconds(m, n, k, at)) for m, n, k in sizes]
+    products = [ProductTime(m=m, n=n, k=k, dtype="bf16", seconds=matmul_seconds(m, n, k, at)) for m, n, k in sizes]
     attention = []
     for sequence in (2048, 8192, 32768):
         forward, backward = flash_seconds(sequence, sequence, 32 * 128, at)
@@ -67,7 +67,7 @@ def test_a_machines_own_efficiencies_are_found_from_its_times():
     for name in ("product", "attention_forward", "attention_backward"):
         assert getattr(found, name) == pytest.approx(getattr(OTHER, name), rel=0.05)
     records = profile_of(OTHER).products
-    assert max(map(abs, product_errors(records, rates(GPU, found, "bf16")))) < 0.05
+    assert max(map(abs, matmul_errors(records, rates(GPU, found, "bf16")))) < 0.05
 
 
 def test_what_was_not_measured_stays():
@@ -127,7 +127,7 @@ def test_products_of_a_cpu_are_judged_in_fp32():
     profile = Profile(device="a card", products=tuple(records))
     assert calibrated(USUAL, GPU, profile) == USUAL, "a GPU is judged by its narrow products"
     found = calibrated(USUAL, GPU, profile, precision="fp32")
-    assert max(map(abs, product_errors(records, rates(GPU, found, "fp32")))) < 0.05
+    assert max(map(abs, matmul_errors(records, rates(GPU, found, "fp32")))) < 0.05
 
 
 def test_the_search_finds_a_minimum_and_respects_bounds():

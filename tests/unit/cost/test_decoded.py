@@ -13,7 +13,7 @@ from meshwright.cost.layer_time import decoded_elements
 from meshwright.cost.memory import ledger
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
-from meshwright.kernels import coded
+from meshwright.kernels import quantized
 from meshwright.models import lora
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers import token_loss_sum
@@ -60,7 +60,7 @@ def test_a_step_decodes_as_many_elements_as_is_priced(how, monkeypatch):
     decoded: list[int] = []
 
     def counting(*args: Any, **keys: Any) -> torch.Tensor:
-        matrix = coded.decode(*args, **keys)
+        matrix = quantized.decode(*args, **keys)
         decoded.append(matrix.numel())
         return matrix
 

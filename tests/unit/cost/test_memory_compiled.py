@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config.presets import preset
-from meshwright.cost.activations import block_kept, microbatch_shape
+from meshwright.cost.activations import block_saved, microbatch_shape
 from meshwright.cost.job import Job
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
@@ -56,5 +56,5 @@ def left_by(plan: Plan) -> int:
 def test_a_compiled_block_leaves_what_is_said(how):
     plan = Plan(microbatch=1, compile=True, **how)
     job = Job(arch=ARCH, plan=plan, sequence=TOKENS, cluster=cluster("1xh100"), stack=stacks()["meshwright"])
-    expected = block_kept(microbatch_shape(job), mixture=False)
+    expected = block_saved(microbatch_shape(job), moe=False)
     assert 0 <= left_by(plan) - expected <= SCALES

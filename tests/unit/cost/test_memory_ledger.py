@@ -104,7 +104,7 @@ def test_a_large_vocabulary_makes_the_last_rank_the_fullest():
 @settings(deadline=None, max_examples=30, derandomize=True)
 def test_microbatches_in_flight_are_those_of_the_schedule(rank, microbatches, schedule):
     found = scenes(schedule, 4, 1, microbatches, rank)
-    most = max(dict(scene.kept)[rank] for scene in found)
+    most = max(dict(scene.saved)[rank] for scene in found)
     # zb1p keeps a microbatch until the gradients of its weights are made: as many as 1f1b's first rank on every rank.
     assert most == {"1f1b": 4 - rank, "gpipe": microbatches, "zb1p": 4, "naive": 1}[schedule]
 

@@ -23,7 +23,7 @@ BF16 = Plan(microbatch=1, precision="bf16", bf16_params=True)
 
 
 def held(plan, **optim):
-    return {(row.name, row.home): row.bytes for row in layout_of(plan, **optim).rows}
+    return {(row.name, row.location): row.bytes for row in layout_of(plan, **optim).rows}
 
 
 def test_bytes_of_a_parameter_in_each_form():

@@ -10,7 +10,7 @@ from meshwright.cost.activations import activation_policy
 from meshwright.cost.flops import step_flops
 from meshwright.cost.job import Job
 from meshwright.cost.layer_time import block, ends, exposed, layer_model
-from meshwright.cost.primitives import call_seconds, flash_seconds, peak_of, product_seconds, rates, slowest
+from meshwright.cost.primitives import call_seconds, flash_seconds, matmul_seconds, peak_of, rates, slowest
 from meshwright.cost.rank_view import stage_lengths
 from meshwright.cost.simulate import StageCost, makespan, play
 from meshwright.cost.step_time import (
@@ -192,7 +192,7 @@ def test_a_rank_updates_its_part_of_the_weights():
 
 def test_pieces_of_a_layer_grow_with_its_tokens():
     one, four = (block(layer_model(job(microbatch=m), efficiency_of(cluster("h100").gpu)), False) for m in (1, 4))
-    for name in ("products", "attention", "elementwise"):
+    for name in ("matmuls", "attention", "elementwise"):
         assert getattr(four.forward, name) > 3 * getattr(one.forward, name)
 
 
@@ -254,22 +254,22 @@ def test_experts_in_fp8_keep_their_weights_gradient_in_bf16():
         block(layer_model(job(arch=MIXTURE, precision=precision), efficiency_of(cluster("h100").gpu)), False)
         for precision in ("fp8", "bf16")
     )
-    assert low.forward.products < 0.8 * wide.forward.products
-    assert low.weight.products > 0.9 * wide.weight.products
-    assert dense.weight.products < 0.8 * wide_dense.weight.products
+    assert low.forward.matmuls < 0.8 * wide.forward.matmuls
+    assert low.weight.matmuls > 0.9 * wide.weight.matmuls
+    assert dense.weight.matmuls < 0.8 * wide_dense.weight.matmuls
 
 
 def test_experts_that_tp_cuts_are_in_bf16_beside_fp8():
     low, wide = (mixture_block(precision=precision, tp=2, shard=4, zero=3) for precision in ("fp8", "bf16"))
     alone, wide_alone = (mixture_block(precision=precision, shard=8, zero=3) for precision in ("fp8", "bf16"))
-    assert 0.8 * wide.forward.products < low.forward.products < wide.forward.products  # attention alone is quicker
-    assert alone.forward.products < 0.8 * wide_alone.forward.products
+    assert 0.8 * wide.forward.matmuls < low.forward.matmuls < wide.forward.matmuls  # attention alone is quicker
+    assert alone.forward.matmuls < 0.8 * wide_alone.forward.matmuls
 
 
 def test_only_the_ends_embed_and_predict():
     at = layer_model(job(), efficiency_of(cluster("h100").gpu))
     assert ends(at, first=False, last=False).seconds == 0
-    assert ends(at, first=False, last=True).forward.products > 0
+    assert ends(at, first=False, last=True).forward.matmuls > 0
 
 
 @pytest.mark.parametrize(("overlap", "left"), [(0.0, 10.0), (0.5, 5.0), (1.0, 4.0)])
@@ -281,9 +281,9 @@ def test_products_approach_their_rate_and_small_ones_do_not():
     at = rates(cluster("h100").gpu, efficiency_of(cluster("h100").gpu), "bf16")
 
     def reached(size):
-        return 2 * size**3 / product_seconds(size, size, size, at)
+        return 2 * size**3 / matmul_seconds(size, size, size, at)
 
-    assert reached(16384) > 0.95 * at.product > reached(4096) > reached(1024)
+    assert reached(16384) > 0.95 * at.matmul > reached(4096) > reached(1024)
 
 
 def test_causal_attention_is_quadratic_in_the_sequence():
@@ -300,19 +300,19 @@ def test_a_card_without_a_precision_uses_the_next():
 
 def test_exact_sums_of_fp8_lengthen_the_matmuls_of_gradients_alone():
     fast, exact, bf16 = (
-        block(layer_model(job(machines="1xh200", **how)), mixture=False)
+        block(layer_model(job(machines="1xh200", **how)), moe=False)
         for how in ({"precision": "fp8"}, {"precision": "fp8", "fp8_accumulate": "exact"}, {"precision": "bf16"})
     )
     slower = 1 / efficiency_of(cluster("h200").gpu).fp8_exact
     assert exact.forward == fast.forward
-    assert exact.input.products == pytest.approx(slower * fast.input.products)
-    assert exact.weight.products == pytest.approx(slower * fast.weight.products)
-    assert exact.weight.products < bf16.weight.products
+    assert exact.input.matmuls == pytest.approx(slower * fast.input.matmuls)
+    assert exact.weight.matmuls == pytest.approx(slower * fast.weight.matmuls)
+    assert exact.weight.matmuls < bf16.weight.matmuls
 
 
 def test_ranks_of_tp_wait_for_the_scales_of_fp8():
     bf16, tensors, rows = (
-        block(layer_model(job(machines="8xh200", tp=2, **how)), mixture=False)
+        block(layer_model(job(machines="8xh200", tp=2, **how)), moe=False)
         for how in ({"precision": "bf16"}, {"precision": "fp8"}, {"precision": "fp8", "fp8_scaling": "rowwise"})
     )
     assert bf16.forward.tp < rows.forward.tp < tensors.forward.tp  # two calls, or seven
@@ -324,15 +324,15 @@ def test_a_base_that_is_multiplied_as_it_is_held_is_not_decoded():
     tuned = msgspec.structs.replace(ARCH, tuning=Tuning(adapter=adapter))
     wide = msgspec.structs.replace(ARCH, tuning=Tuning(adapter=Adapter(kind="lora")))
     codes, decoded, plain, bf16 = (
-        block(layer_model(job(machines="1xh200", arch=arch, precision=precision)), mixture=False)
+        block(layer_model(job(machines="1xh200", arch=arch, precision=precision)), moe=False)
         for arch, precision in ((tuned, "fp8"), (tuned, "bf16"), (ARCH, "fp8"), (wide, "bf16"))
     )
     assert codes.forward.seconds < bf16.forward.seconds < decoded.forward.seconds
     assert codes.input.elementwise < decoded.input.elementwise
     # Beside the block's own products those of adapters, in bf16, which take the same time beside either.
-    adapters = bf16.forward.products - block(layer_model(job(machines="1xh200")), mixture=False).forward.products
-    assert codes.forward.products == pytest.approx(plain.forward.products + adapters)
-    assert codes.weight.products == bf16.weight.products  # of adapters alone
+    adapters = bf16.forward.matmuls - block(layer_model(job(machines="1xh200")), moe=False).forward.matmuls
+    assert codes.forward.matmuls == pytest.approx(plain.forward.matmuls + adapters)
+    assert codes.weight.matmuls == bf16.weight.matmuls  # of adapters alone
 
 
 def test_the_slowest_of_many_is_slower():
@@ -449,7 +449,7 @@ def test_a_block_whose_attention_is_frozen_goes_back_through_the_rest_of_it():
     assert some_of.attention == pytest.approx(every.attention * (ARCH.layers - 1) / ARCH.layers)
     matrices = [param for param in params(ARCH) if param.layer == 0 and param.is_matrix]
     share = sum(param.numel for param in matrices if ".attn." in param.name) / sum(param.numel for param in matrices)
-    read = {"products": 1 - share / ARCH.layers, "elementwise": 1 - share / ARCH.layers}
+    read = {"matmuls": 1 - share / ARCH.layers, "elementwise": 1 - share / ARCH.layers}
     for name, left in read.items():
         assert getattr(some_of, name) == pytest.approx(getattr(every, name) * left)
     assert less_seconds < seconds < all_seconds

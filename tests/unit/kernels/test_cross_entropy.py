@@ -12,6 +12,7 @@ from meshwright.kernels import cross_entropy
 from meshwright.kernels import cross_entropy as logits_kernels
 from meshwright.kernels.cross_entropy import IGNORE, VocabShard, softmax_gradient, weighted_loss, whole
 from meshwright.models.layers import softcapped
+from meshwright.spec import plan as spec
 
 KERNELS = ["plain", pytest.param("fused", marks=interpreted)]
 
@@ -97,8 +98,8 @@ def test_the_loss_and_its_gradients_are_those_of_whole_logits(kernels, sizes, x_
     projection = draw((vocab, hidden), dtype, 2, strides).requires_grad_()
     targets = some_targets(batch * sequence, vocab).reshape(batch, sequence)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cross_entropy, "ROWS", rows)  # with the next line: as many rows in a chunk
-        patch.setattr(cross_entropy, "CHUNK_BYTES", 1)
+        patch.setattr(spec, "LOGIT_ROWS", rows)  # with the next line: as many rows in a chunk
+        patch.setattr(spec, "LOGIT_BYTES", 1)
         weighed, total = weighted_loss(x, projection, targets, WEIGHT, kernels=kernels, softcap=softcap)
         (weighed * 3).backward()
     leaves = [each.detach().double().requires_grad_() for each in (x, projection)]
@@ -113,8 +114,8 @@ def test_the_loss_and_its_gradients_are_those_of_whole_logits(kernels, sizes, x_
 
 
 def test_logits_of_one_chunk_exist_at_a_time(monkeypatch):
-    monkeypatch.setattr(cross_entropy, "ROWS", 4)
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(spec, "LOGIT_ROWS", 4)
+    monkeypatch.setattr(spec, "LOGIT_BYTES", 1)
     seen = []
     monkeypatch.setattr(
         cross_entropy,
@@ -173,5 +174,5 @@ def test_narrow_logits_give_a_wide_loss_and_narrow_gradients():
 
 @pytest.mark.parametrize(("vocab", "rows", "frozen"), [(50304, 20480, 5120), (128256, 8192, 2048), (2**31, 1024, 1024)])
 def test_a_chunk_is_two_gibibytes_of_logits_or_the_fewest_rows(vocab, rows, frozen):
-    assert cross_entropy.rows_of(vocab, 2, is_frozen=False) == rows
-    assert cross_entropy.rows_of(vocab, 2, is_frozen=True) == frozen  # half a gibibyte
+    assert spec.logit_rows(vocab, 2, is_frozen=False) == rows
+    assert spec.logit_rows(vocab, 2, is_frozen=True) == frozen  # half a gibibyte

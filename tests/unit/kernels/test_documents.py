@@ -23,7 +23,7 @@ from meshwright.kernels.attention import (
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers import Attention, causal_attention
 from meshwright.parallel.precision import compute_dtype
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import LOW_PRECISIONS, Plan
 
 LENGTHS = [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 300, 4 * BLOCK, 700, 8 * BLOCK]
 SAMPLES = 3
@@ -98,12 +98,12 @@ def test_a_decoder_that_tells_blocks_computes_the_same_logits():
 
 
 def test_the_ledger_knows_which_heads_and_precisions_these_are():
-    assert activations.NARROWEST_HEAD == LEAST_HEAD_DIM
+    assert activations.SMALLEST_HEAD == LEAST_HEAD_DIM
     plans = {
         precision: Plan(microbatch=1, precision=precision) for precision in ("bf16", "fp16", "fp8", "fp32", "fp64")
     }
-    narrow = [precision for precision, plan in plans.items() if compute_dtype(plan) in TYPES]
-    assert tuple(narrow) == activations.NARROW_PRECISIONS
+    low = [precision for precision, plan in plans.items() if compute_dtype(plan) in TYPES]
+    assert tuple(low) == LOW_PRECISIONS
 
 
 def test_heads_too_narrow_and_wide_numbers_keep_the_dense_mask():

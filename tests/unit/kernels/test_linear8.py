@@ -9,7 +9,6 @@ from kernel_cases import STRIDES, TYPES, draw, interpreted
 from torch import nn
 
 from meshwright.kernels import fp8
-from meshwright.kernels.coded import CodedPart, decode, encode, floats
 from meshwright.kernels.fp8 import (
     E4M3,
     FORMATS,
@@ -25,6 +24,7 @@ from meshwright.kernels.fp8 import (
     scale_of,
     takes,
 )
+from meshwright.kernels.quantized import FrozenPart, decode, encode, floats
 
 SCALINGS = ("tensorwise", "rowwise")
 HALF_STEP = {E4M3: 2.0**-4, torch.float8_e5m2: 2.0**-3}  # of three bits, or two, relative to a normal number
@@ -191,7 +191,7 @@ def test_a_frozen_weight_is_multiplied_as_it_is_held(scaling, grad_format, monke
     """In two matmuls of FP8 numbers, near those of the decoded weight, which is exact: one operand is rounded."""
     weight = draw((32, 64), torch.float32, 1) * torch.logspace(-3, 3, 32)[:, None]  # rows of very different sizes
     parts = encode("fp8", weight)
-    exact = decode(CodedPart("fp8", 0), parts, torch.float64)
+    exact = decode(FrozenPart("fp8", 0), parts, torch.float64)
     x = draw((2, 24, 64), torch.bfloat16, 2).requires_grad_()
     seen, scaled = [], torch._scaled_mm
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **how: seen.append((a.dtype, b.dtype)) or scaled(a, b, **how))
@@ -211,7 +211,7 @@ def test_a_frozen_weight_is_multiplied_as_it_is_held(scaling, grad_format, monke
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_in_float64_a_frozen_weight_s_products_are_exact(scaling):
     parts = encode("fp8", draw((32, 64), torch.float32, 1))
-    exact = decode(CodedPart("fp8", 0), parts, torch.float64)
+    exact = decode(FrozenPart("fp8", 0), parts, torch.float64)
     x = draw((24, 64), torch.float64, 2).requires_grad_()
     y = frozen_product(x, *parts, scaling=scaling, **HOW)
     values, scale = quantize_linear(x.detach(), scaling)

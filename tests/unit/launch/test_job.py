@@ -23,7 +23,7 @@ from meshwright.launch.job import (
     save_seconds,
     yaml,
 )
-from meshwright.launch.node import NodeRestarts, verdict
+from meshwright.launch.node import NodeRestarts, exit_code
 from meshwright.launch.slurm import gpus_of
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
@@ -234,13 +234,13 @@ def test_a_folder_on_a_disk_of_one_machine_is_told(tmp_path):
 
 
 def test_of_several_codes_the_one_that_says_most():
-    assert verdict([0, 0]) == 0
-    assert verdict([10, 10]) == 10
-    assert verdict([11, 2]) == 2
-    assert verdict([-9, 11]) == verdict([137, 10]) == 11
-    assert verdict([11, 1]) == 1
-    assert verdict([10, 130]) == 130
-    assert verdict([0, 77]) == 1
+    assert exit_code([0, 0]) == 0
+    assert exit_code([10, 10]) == 10
+    assert exit_code([11, 2]) == 2
+    assert exit_code([-9, 11]) == exit_code([137, 10]) == 11
+    assert exit_code([11, 1]) == 1
+    assert exit_code([10, 130]) == 130
+    assert exit_code([0, 77]) == 1
 
 
 def test_ranks_are_started_again_while_that_brings_newer_checkpoints(tmp_path):

@@ -10,7 +10,7 @@ from meshwright.spec.plan import Plan
 FIXED = Plan(microbatch=1, deterministic=True)
 
 
-def verdict(factor=1.0, finite=1.0):
+def grad_stats(factor=1.0, finite=1.0):
     def number(value):
         return torch.tensor(value, dtype=torch.float64)
 
@@ -37,7 +37,7 @@ def test_it_is_torchs_adamw_with_decay_on_matrices_only(dtype, deterministic):
             one.grad, other.grad = gradient.clone(), gradient * factor
         torchs.param_groups[0]["lr"] = torchs.param_groups[1]["lr"] = rate
         torchs.step()
-        mine.step(rate, verdict(factor))
+        mine.step(rate, grad_stats(factor))
     for one, other in zip(ours, theirs, strict=True):
         # The same formula in another order of operations: a few units in the last place.
         torch.testing.assert_close(one, other, rtol=1e-5 if dtype is torch.float32 else 1e-13, atol=0)
@@ -54,7 +54,7 @@ def test_a_weight_without_a_gradient_rests_as_torchs_does(deterministic):
         for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             one.grad = torch.randn_like(one) if index in used else None
             other.grad = None if one.grad is None else one.grad.clone()
-        mine.step(0.1, verdict(finite=float(finite)))
+        mine.step(0.1, grad_stats(finite=float(finite)))
         if finite:
             torchs.step()
     assert mine.missed == [2, 2]
@@ -69,7 +69,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(deterministic):
     before = [weight.detach().clone() for weight in ours]
     for weight in ours:
         weight.grad = torch.full_like(weight, float("nan"))
-    optimizer.step(0.1, verdict(factor=0.0, finite=0.0))
+    optimizer.step(0.1, grad_stats(factor=0.0, finite=0.0))
     assert all(torch.equal(weight, old) for weight, old in zip(ours, before, strict=True))
     assert all(moment.eq(0).all() for index in range(len(ours)) for moment in optimizer.states_of(index))
     assert optimizer.count == 0
@@ -86,8 +86,8 @@ def test_when_deterministic_a_part_moves_as_it_does_in_the_whole(dtype, rows):
         whole.grad = torch.randn_like(whole)
         for part, gradient in zip(parts, whole.grad.split(rows), strict=True):
             part.grad = gradient.clone()
-        one.step(0.1, verdict(0.3))
-        several.step(0.1, verdict(0.3))
+        one.step(0.1, grad_stats(0.3))
+        several.step(0.1, grad_stats(0.3))
     for mine, theirs in (
         (parts, [whole]),
         *((several.states()[kind], one.states()[kind]) for kind in ("first", "second")),

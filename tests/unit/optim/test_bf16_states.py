@@ -37,7 +37,7 @@ def bag(run: Run, tensors: list[Tensor]) -> tuple[nn.ParameterDict, ResidentOpti
     return weights, ResidentOptimizer(run.optim, weights.values(), run.plan)
 
 
-def verdict(finite: float = 1.0) -> GradStats:
+def grad_stats(finite: float = 1.0) -> GradStats:
     one = torch.ones((), dtype=torch.float64)
     return GradStats(loss=one, norm=one, finite=one * finite, factor=one)
 
@@ -61,7 +61,7 @@ def test_a_mean_square_does_not_stall_at_a_long_memory():
     exact, nearest = 1.0, torch.ones((), dtype=torch.bfloat16)
     for _ in range(400):  # a gradient of half the size: the mean square falls from 1 to 0.75
         weights["w0"].grad = torch.full((64, 64), 0.5).bfloat16()
-        optimizer.step(0.0, verdict())
+        optimizer.step(0.0, grad_stats())
         exact = exact * 0.999 + 0.25 * 0.001
         nearest = (nearest.float() * 0.999 + 0.25 * 0.001).bfloat16()
     assert nearest.item() == 1.0
@@ -79,7 +79,7 @@ def test_states_and_weights_follow_those_in_fp32():
         weights, optimizer = bag(run_of(states=states), [start.clone()])
         for _ in range(60):
             weights["w0"].grad = (torch.randn(48, 40, generator=random) + 0.3).bfloat16()
-            optimizer.step(1e-3, verdict())
+            optimizer.step(1e-3, grad_stats())
         low = optimizer.held()[id(weights["w0"])]["low"].view(torch.int16)
         ends[states] = [master_weights.join(weights["w0"].detach(), low), *optimizer.states_of(0)]
     travel = ends["fp32"][0] - start.float()
@@ -93,10 +93,10 @@ def test_states_and_weights_follow_those_in_fp32():
 def test_a_gradient_that_is_not_finite_changes_nothing(words):
     weights, optimizer = bag(run_of(*words), [torch.randn(50, 7).bfloat16()])
     weights["w0"].grad = torch.randn(50, 7).bfloat16()
-    optimizer.step(1e-3, verdict())
+    optimizer.step(1e-3, grad_stats())
     before = [held.clone() for held in optimizer.held()[id(weights["w0"])].values()]
     weights["w0"].grad = torch.full((50, 7), float("nan"), dtype=torch.bfloat16)
-    optimizer.step(1e-3, verdict(finite=0.0))
+    optimizer.step(1e-3, grad_stats(finite=0.0))
     after = optimizer.held()[id(weights["w0"])].values()
     assert all(
         torch.equal(one.view(torch.int16), other.view(torch.int16)) for one, other in zip(before, after, strict=True)
@@ -111,7 +111,7 @@ def test_both_states_and_every_step_have_draws_of_their_own():
             for state in optimizer.states_of(number):
                 state.fill_(1.0)
             weight.grad = torch.full((64, 64), 1.03).bfloat16()  # both means move by less than their last bit
-        optimizer.step(1e-4, verdict())
+        optimizer.step(1e-4, grad_stats())
         seen += [state.ne(1.0) for number in range(2) for state in optimizer.states_of(number)]
     assert all(0.1 < each.float().mean().item() < 0.95 for each in seen), "some are rounded down, some up"
     assert all(not torch.equal(one, other) for number, one in enumerate(seen) for other in seen[:number])
@@ -150,7 +150,7 @@ def trained(states: str, beta2: float) -> tuple[list[float], Tensor]:
         loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
         model.zero_grad()
         loss.backward()
-        optimizer.step(RATE, verdict())
+        optimizer.step(RATE, grad_stats())
         losses.append(loss.item())
     held = [optimizer.held()[id(weight)] for weight in model.parameters()]
     ends = [master_weights.join(each["weight"], each["low"].view(torch.int16)) for each in held]

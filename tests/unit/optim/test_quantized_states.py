@@ -94,7 +94,7 @@ def bag(run: Run, tensors: list[Tensor]) -> tuple[nn.ParameterDict, ResidentOpti
     return weights, ResidentOptimizer(run.optim, weights.values(), run.plan)
 
 
-def verdict(finite: float = 1.0) -> GradStats:
+def grad_stats(finite: float = 1.0) -> GradStats:
     one = torch.ones((), dtype=torch.float64)
     return GradStats(loss=one, norm=one, finite=one * finite, factor=one)
 
@@ -117,7 +117,7 @@ def test_every_update_has_the_codes_of_whole_tensors(states):
         for weight, twin in zip(weights.values(), twins, strict=True):
             weight.grad = torch.randn_like(weight) * torch.rand(weight.shape[-1], dtype=torch.float64) ** 4
             twin.update(weight.grad)
-        optimizer.step(RATE, verdict())
+        optimizer.step(RATE, grad_stats())
         for i, (weight, twin) in enumerate(zip(weights.values(), twins, strict=True)):
             torch.testing.assert_close(weight.detach(), twin.weight, rtol=1e-12, atol=1e-12)
             held = optimizer.held()[id(weight)]
@@ -159,7 +159,7 @@ def test_weights_in_bf16_have_them_too(states, kind):
         random = torch.Generator().manual_seed(1)
         for _ in range(2):
             weights["w0"].grad = torch.randn(40, 300, generator=random).bfloat16().to(weights["w0"].dtype)
-            optimizer.step(RATE, verdict())
+            optimizer.step(RATE, grad_stats())
         ends[form] = (weights["w0"].detach().float(), *optimizer.states_of(0))
     for mine, theirs in zip(ends[kind][1:], ends["fp32"][1:], strict=True):
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
@@ -175,10 +175,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing(states, kind):
     run = run_of(states=states, kind=kind, precision=precision)
     weights, optimizer = bag(run, [torch.randn(50, 100).to(dtype)])
     weights["w0"].grad = torch.randn(50, 100).to(dtype)
-    optimizer.step(1e-3, verdict())
+    optimizer.step(1e-3, grad_stats())
     before = [held.clone() for held in optimizer.held()[id(weights["w0"])].values()]
     weights["w0"].grad = torch.full((50, 100), float("nan"), dtype=dtype)
-    optimizer.step(1e-3, verdict(finite=0.0))
+    optimizer.step(1e-3, grad_stats(finite=0.0))
     after = optimizer.held()[id(weights["w0"])].values()
     for one, other in zip(before, after, strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
@@ -197,14 +197,14 @@ def test_a_second_moment_far_below_its_block_does_not_blow_up(states):
         weights["w0"].grad = gradient.clone()
         weights["w0"].grad[:, 7] *= number < 2
         before = weights["w0"].detach().clone()
-        optimizer.step(1e-3, verdict())
+        optimizer.step(1e-3, grad_stats())
         assert (weights["w0"].detach() - before).abs().max() <= 1.01e-3
 
 
 def test_sgd_has_its_momentum_quantized_by_the_same_code():
     weights, optimizer = bag(run_of("optim.name=sgd", "optim.momentum=0.9"), [torch.randn(64, 256)])
     weights["w0"].grad = torch.randn(64, 256)
-    optimizer.step(1e-3, verdict())
+    optimizer.step(1e-3, grad_stats())
     codes, scales = optimizer.states_of(0)
     assert codes.dtype == torch.uint8
     assert list(optimizer.states()) == ["momentum", "momentum_scales"]

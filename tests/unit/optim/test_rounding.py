@@ -24,7 +24,7 @@ BF16 = Plan(microbatch=1, precision="bf16")
 ROUNDED = ("none", "split")
 
 
-def verdict(factor: float = 1.0, finite: float = 1.0) -> GradStats:
+def grad_stats(factor: float = 1.0, finite: float = 1.0) -> GradStats:
     zero, one, many = (torch.tensor(value, dtype=torch.float64) for value in (finite, factor, 1.0))
     return GradStats(loss=many, norm=many, finite=zero, factor=one)
 
@@ -100,8 +100,8 @@ def test_compensated_weights_are_a_master_in_two_parts():
         for one, other in zip(ours.values(), wide, strict=True):
             gradient = torch.randn(one.shape).bfloat16()
             one.grad, other.grad = gradient, gradient.float()
-        mine.step(1e-4 / (step + 1), verdict(0.5))
-        theirs.step(1e-4 / (step + 1), verdict(0.5))
+        mine.step(1e-4 / (step + 1), grad_stats(0.5))
+        theirs.step(1e-4 / (step + 1), grad_stats(0.5))
     for one, other in zip(ours.values(), wide, strict=True):
         low = mine.held()[id(one)]["low"].view(torch.int16)
         assert torch.equal(master_weights.join(one.detach(), low), other.detach())
@@ -111,10 +111,10 @@ def test_compensated_weights_are_a_master_in_two_parts():
 def test_a_gradient_that_is_not_finite_changes_nothing(kind):
     weights, optimizer = bag(kind, [torch.randn(50, 7).bfloat16()])
     weights["w0"].grad = torch.randn(50, 7).bfloat16()
-    optimizer.step(1e-3, verdict())
+    optimizer.step(1e-3, grad_stats())
     before = [held.clone() for held in (weights["w0"].detach(), *optimizer.states_of(0))]
     weights["w0"].grad = torch.full((50, 7), float("nan"), dtype=torch.bfloat16)
-    optimizer.step(1e-3, verdict(factor=0.0, finite=0.0))
+    optimizer.step(1e-3, grad_stats(factor=0.0, finite=0.0))
     after = [weights["w0"].detach(), *optimizer.states_of(0)]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     assert optimizer.count == 1
@@ -127,7 +127,7 @@ def test_draws_differ_from_step_to_step_and_from_weight_to_weight():
         for weight in weights.values():
             weight.data.fill_(1.0)
             weight.grad = torch.ones_like(weight)
-        optimizer.step(2**-9, verdict())
+        optimizer.step(2**-9, grad_stats())
         seen += [weight.detach().ne(1.0) for weight in weights.values()]
     shares = [each.float().mean().item() for each in seen]
     assert all(0.1 < share < 0.9 for share in shares), "some are rounded down, some up"
@@ -137,7 +137,7 @@ def test_draws_differ_from_step_to_step_and_from_weight_to_weight():
 def test_weights_in_bf16_have_moments_in_fp32_and_no_master():
     for kind in ROUNDED:
         weights, optimizer = bag(kind, [torch.randn(8, 8).bfloat16()])
-        assert optimizer.wide[0].data_ptr() == weights["w0"].data_ptr()
+        assert optimizer.masters[0].data_ptr() == weights["w0"].data_ptr()
         assert {state.dtype for state in optimizer.states_of(0)} == {torch.float32}
     assert master_weights.weight_dtype(Optim(), BF16) == torch.float32
     assert master_weights.weight_dtype(Optim(master_weights="none"), BF16) == torch.bfloat16
@@ -183,7 +183,7 @@ def trained(kind: str) -> tuple[list[float], Tensor]:
         loss.backward()
         for weight, mine in zip(held, model.parameters(), strict=True):
             weight.grad = mine.grad if mine.grad is None else mine.grad.to(weight.dtype)
-        optimizer.step(RATE, verdict())
+        optimizer.step(RATE, grad_stats())
         if kind not in ROUNDED:
             with torch.no_grad():
                 for weight, mine in zip(held, model.parameters(), strict=True):

@@ -25,7 +25,7 @@ PLANS = [Plan(microbatch=1, deterministic=deterministic) for deterministic in (F
 CLOSE = {torch.float32: 1e-6, torch.float64: 1e-14}
 
 
-def verdict(factor=1.0, finite=1.0):
+def grad_stats(factor=1.0, finite=1.0):
     numbers = {"loss": 0.0, "norm": 1.0, "finite": finite, "factor": factor}
     return GradStats(**{name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()})
 
@@ -55,7 +55,7 @@ def test_it_is_torchs_sgd_with_decay_on_matrices_only(dtype, nesterov, plan):
         for group in reference.param_groups:
             group["lr"] = rate
         reference.step()
-        mine.step(rate, verdict(factor))
+        mine.step(rate, grad_stats(factor))
         for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             (momentum,) = mine.states_of(index)
             torch.testing.assert_close(one, other, rtol=CLOSE[dtype], atol=CLOSE[dtype])
@@ -73,7 +73,7 @@ def test_without_momentum_it_is_plain_sgd(plan):
         for one, other in zip(ours, theirs, strict=True):
             one.grad, other.grad = (gradient := torch.randn_like(one)), gradient.clone()
         reference.step()
-        mine.step(0.1, verdict())
+        mine.step(0.1, grad_stats())
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)
 
@@ -87,7 +87,7 @@ def test_a_weight_without_a_gradient_rests_as_torchs_does(plan):
         for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             one.grad = torch.randn_like(one) if index in used else None
             other.grad = None if one.grad is None else one.grad.clone()
-        mine.step(1.0, verdict(finite=float(finite)))
+        mine.step(1.0, grad_stats(finite=float(finite)))
         if finite:
             reference.step()
     for one, other in zip(ours, theirs, strict=True):
@@ -101,7 +101,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(plan):
     before = [weight.detach().clone() for weight in ours]
     for weight in ours:
         weight.grad = torch.full_like(weight, float("nan"))
-    optimizer.step(0.1, verdict(factor=0.0, finite=0.0))
+    optimizer.step(0.1, grad_stats(factor=0.0, finite=0.0))
     assert all(torch.equal(weight, old) for weight, old in zip(ours, before, strict=True))
     assert all(momentum.eq(0).all() for momentum in optimizer.states()["momentum"])
     assert optimizer.count == 0
@@ -121,8 +121,8 @@ def test_split_master_weights_are_fp32_ones_in_two_parts():
         for one, other in zip(ours.values(), wide, strict=True):
             gradient = torch.randn(one.shape).bfloat16()
             one.grad, other.grad = gradient, gradient.float()
-        mine.step(1e-3, verdict(0.5))
-        theirs.step(1e-3, verdict(0.5))
+        mine.step(1e-3, grad_stats(0.5))
+        theirs.step(1e-3, grad_stats(0.5))
     for one, other in zip(ours.values(), wide, strict=True):
         low = mine.held()[id(one)]["low"].view(torch.int16)
         assert torch.equal(join(one.detach(), low), other.detach())

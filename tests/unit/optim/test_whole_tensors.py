@@ -40,7 +40,7 @@ def run_of(*words):
     return load.load(None, ["arch.preset=tiny", *words], ranks=1).run
 
 
-def verdict():
+def grad_stats():
     one = torch.ones((), dtype=torch.float64)
     return GradStats(loss=one, norm=one, finite=one, factor=one * 0.5)
 
@@ -74,7 +74,7 @@ def test_a_description_counts_what_an_update_moves(name, form):
     optimizer = ResidentOptimizer(run.optim, weights.values(), run.plan)
     weights["w"].grad = torch.randn_like(weights["w"])
     with Passes() as seen:
-        optimizer.step(1e-2, verdict())
+        optimizer.step(1e-2, grad_stats())
     assert seen.bytes / SIZE**2 == (spec.update_bytes if form == "fp32" else spec.rounded_bytes)
     if form == "fp32":
         assert seen.count == spec.flops
@@ -92,7 +92,7 @@ def test_a_description_counts_what_is_alive_at_a_time(name, form):
         optimizer = ResidentOptimizer(run.optim, weights.values(), run.plan)
         weights["w"].grad = torch.zeros_like(weights["w"])
         live.peak = before = live.bytes
-        optimizer.step(1e-2, verdict())
+        optimizer.step(1e-2, grad_stats())
         copies = (live.peak - before) / 4 / SIZE**2
     said = unfused_bytes(layout, SIZE**2) / 4 / SIZE**2
     if not DESCRIPTIONS[name].whole and form != "fp32":
@@ -149,8 +149,8 @@ def test_bf16_weights_follow_fp32_ones(name, form):
         for one, other in zip(ours.values(), wide, strict=True):
             gradient = torch.randn(one.shape).bfloat16()
             one.grad, other.grad = gradient, gradient.float()
-        mine.step(1e-3, verdict())
-        reference.step(1e-3, verdict())
+        mine.step(1e-3, grad_stats())
+        reference.step(1e-3, grad_stats())
     for one, other in zip(ours.values(), wide, strict=True):
         if form == "split":
             low = mine.held()[id(one)]["low"].view(torch.int16)

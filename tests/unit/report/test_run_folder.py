@@ -108,7 +108,7 @@ def test_the_earliest_last_words_come_first(tmp_path):
     folder = run_folder(tmp_path / "run", finished=False)
     for rank, at in ((0, 2.0), (1, 1.0)):
         write(folder, Failure(kind="error", code=1, what=f"rank {rank} failed", rank=rank, at=at))
-    assert [each.rank for each in facts(folder).verdicts] == [1, 0]
+    assert [each.rank for each in facts(folder).failures] == [1, 0]
 
 
 def test_checkpoints_are_known_by_their_steps(tmp_path):

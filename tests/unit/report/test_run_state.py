@@ -9,7 +9,7 @@ from meshwright.report.run_data import LOCKS, Owner, StandingEvidence, duration,
 from meshwright.runtime.failure import Failure
 
 TOLD = StandingEvidence(
-    finished=False, owner=None, silent_seconds=9.0, patience=120.0, said_end=False, made_all=False, verdict=None
+    finished=False, owner=None, silent_seconds=9.0, patience=120.0, said_end=False, made_all=False, failure=None
 )
 HERE = Owner(process=7, host="vm", since="noon", holds=True)
 
@@ -39,9 +39,9 @@ def test_whom_nobody_can_ask_is_judged_by_its_last_record():
 
 def test_what_ended_a_run_is_said_as_far_as_anybody_wrote_it_down():
     long_ago = {"silent_seconds": 7200.0}
-    verdict = Failure(kind="error", code=1, what="rank 3 failed", remedy="see the log")
-    assert of(verdict=verdict, **long_ago).words == "stopped early: rank 3 failed, 2.0 h ago"
-    assert of(verdict=verdict, **long_ago).remedy == "see the log"
+    failed = Failure(kind="error", code=1, what="rank 3 failed", remedy="see the log")
+    assert of(failure=failed, **long_ago).words == "stopped early: rank 3 failed, 2.0 h ago"
+    assert of(failure=failed, **long_ago).remedy == "see the log"
     assert of(**long_ago).remedy.endswith("it starts over, since no checkpoint was saved")
     assert of(saved=(8,), **long_ago).remedy.endswith("to resume from step 8")
     assert "stopped by SIGTERM, checkpoint saved at step 8" in of(said_end=True, saved=(4, 8), **long_ago).words

@@ -162,7 +162,7 @@ def test_machines_that_meet_again_heed_a_request_to_end(tmp_path):
     alone, thread = meeting(0, tmp_path, found, after="j", is_over=lambda: True)
     thread.join()
     alone.close(Exit.FAILED)
-    assert "asked to end while the machines met again" in found[0]
+    assert "stopped while the machines met again" in found[0]
 
 
 def test_a_spare_machine_waits_until_there_is_a_place():

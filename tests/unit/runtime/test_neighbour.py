@@ -17,7 +17,6 @@ from meshwright.config.weights import CHECKPOINTS, RUN, present, step_name
 from meshwright.runtime import parts
 from meshwright.runtime.neighbour import MOST_STRANGERS, PartKeeper
 from meshwright.runtime.parts import (
-    CALL_SECONDS,
     COPIED,
     KEPT,
     PART,
@@ -38,7 +37,7 @@ from meshwright.runtime.parts import (
 )
 
 MASTER = "127.0.0.1", 29500
-SECONDS = 20.0
+SECONDS = 120.0  # a hang, not a speed
 
 
 def sha256(content):
@@ -175,17 +174,16 @@ def test_whoever_lacks_the_key_is_not_heard(machine, folder):
         assert answer_on(wire).steps == ()
 
 
-def test_strangers_who_say_nothing_keep_nobody_out(machine, folder):
+def test_strangers_who_say_nothing_keep_nobody_out(machine, folder, monkeypatch):
     """As many as there is room for, and more: ours are heard at once, and who has waited longest is sent away."""
+    monkeypatch.setattr(parts, "CALL_SECONDS", 10 * SECONDS)  # none of them goes by itself
     first, second = machine(0), machine(1)
     until(lambda: KeeperAddress.read(folder, 1) is not None)
     silent = [socket.create_connection((second.where.address, second.where.port)) for _ in range(MOST_STRANGERS + 8)]
     try:
-        began = time.monotonic()
         content = save(first.memory, 0, 5)
         until(lambda: present(second.kept) == [5])
         assert (second.kept / "step-5" / "chunk.rank0.safetensors").read_bytes() == content
-        assert time.monotonic() - began < CALL_SECONDS  # after which they would have gone by themselves
         assert len(second.strangers) <= MOST_STRANGERS
         silent[0].settimeout(SECONDS)
         while silent[0].recv(SEAL_BYTES):  # what every connection is told, and then its end

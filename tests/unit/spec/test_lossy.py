@@ -36,7 +36,7 @@ def test_factors_have_the_short_side_first_and_no_more_rank_than_it():
     assert wide is not None
     assert tall is not None
     assert stack is not None
-    assert (wide.first, wide.second, wide.turned) == (16, 64, False)
-    assert (tall.rank, tall.first, tall.second, tall.turned) == (8, 64, 256, True)
+    assert (wide.first, wide.second, wide.transposed) == (16, 64, False)
+    assert (tall.rank, tall.first, tall.second, tall.transposed) == (8, 64, 256, True)
     assert (stack.first, stack.second) == (4 * 8 * 3, 4 * 16 * 3)
     assert factors((8,), 2) is None

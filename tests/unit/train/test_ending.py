@@ -18,9 +18,9 @@ def order(launcher):
 
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
 def test_a_rank_that_was_left_alone_can_be_resumed(launcher):
-    verdict = failure_of(RuntimeError(GONE), order(launcher), 7, deviated=False)
-    assert (verdict.kind, verdict.code) == ("killed", Exit.RESUMABLE)
-    assert "Connection reset by peer" in verdict.what
+    report = failure_of(RuntimeError(GONE), order(launcher), 7, deviated=False)
+    assert (report.kind, report.code) == ("killed", Exit.RESUMABLE)
+    assert "Connection reset by peer" in report.what
 
 
 def test_under_our_own_launcher_it_is_a_victim_and_another_rank_is_the_cause():
@@ -34,7 +34,7 @@ def test_an_error_of_its_own_cannot_be_resumed():
 @pytest.mark.parametrize(("begun", "code"), [(False, Exit.INPUT), (True, Exit.RESUMABLE)])
 def test_a_mistake_that_shows_late_still_has_its_remedy(begun, code):
     mistake = InputError([Problem("token 400 is unknown", "use the right one"), Problem("too short", "add more")])
-    verdict = failure_of(mistake, order("meshwright"), 0, deviated=False, begun=begun)
-    assert verdict.code == code
-    assert verdict.what == ("rank 0 failed: " if begun else "") + "token 400 is unknown; too short"
-    assert verdict.remedy.startswith("use the right one; add more")
+    report = failure_of(mistake, order("meshwright"), 0, deviated=False, begun=begun)
+    assert report.code == code
+    assert report.what == ("rank 0 failed: " if begun else "") + "token 400 is unknown; too short"
+    assert report.remedy.startswith("use the right one; add more")

@@ -146,15 +146,15 @@ def test_a_step_that_goes_as_the_last_one_went_has_not_deviated():
         (FailureError(Failure(kind="not-finite", code=13, what="six in a row")), 5, 13),
     ],
 )
-def test_an_error_becomes_a_verdict_with_its_exit_code(error, step, code):
+def test_an_error_becomes_a_report_with_its_exit_code(error, step, code):
     try:
         raise error
     except Exception as caught:
-        verdict = failure_of(caught, ORDER, step, deviated=False)
-    assert verdict.code == code
-    assert verdict.rank == 0
-    assert verdict.lines()[0].startswith("what:")
-    assert verdict.remedy
+        report = failure_of(caught, ORDER, step, deviated=False)
+    assert report.code == code
+    assert report.rank == 0
+    assert report.lines()[0].startswith("what:")
+    assert report.remedy
 
 
 def test_sigterm_is_heard_and_a_second_one_changes_nothing():

@@ -182,9 +182,9 @@ def test_one_passing_flip_is_told_and_a_second_ends_the_run(judge):
     assert judge.add(3, 0.1, 0.1) == []
     with pytest.raises(FailureError, match=r"rank 5 computes wrong matmuls.* step 2 was before") as error:
         judge.add(60, 3.0, 0.1)
-    verdict = error.value.verdict
-    assert (verdict.code, verdict.rank, verdict.step, verdict.good_until) == (Exit.HARDWARE, 5, 60, 1)
-    assert len(verdict.lines()) <= 6
+    report = error.value.report
+    assert (report.code, report.rank, report.step, report.good_until) == (Exit.HARDWARE, 5, 60, 1)
+    assert len(report.lines()) <= 6
 
 
 def test_a_lasting_flip_ends_the_run_at_once(judge):
@@ -200,7 +200,7 @@ def test_what_was_saved_since_an_odd_step_is_in_doubt(judge):
     judge.add(3, 0.1, 0.1)
     with pytest.raises(FailureError, match="computed again it still is") as error:
         judge.add(4, 3.0, 2.0)
-    assert error.value.verdict.good_until == 1
+    assert error.value.report.good_until == 1
 
 
 def test_a_suspicion_that_finds_nothing_passes(judge):

@@ -10,7 +10,7 @@ from meshwright.runtime.devices import CardProcess
 from meshwright.runtime.failure import Exit
 from meshwright.search.best_first import priced
 from meshwright.spec.units import GIB
-from meshwright.train.oom import CardUse, cause, changes, overrun, peak_words, question_of, verdict
+from meshwright.train.oom import CardUse, cause, changes, failure_report, overrun, peak_words, question_of
 
 WORDS = (
     "arch.preset=llama3-8b",
@@ -52,7 +52,7 @@ def test_a_plan_that_never_had_room_is_said_to_and_smaller_microbatches_are_foun
     words = [*WORDS, "batch=4096", "plan.microbatch=512"]
     run = load.load(None, words, default_ranks=8).run
     question = question_of(run, "NVIDIA A100-SXM4-80GB")
-    told = verdict(question, run, {"gradients": 0}, 70 * GIB, "CUDA out of memory. Tried to allocate 4.00 GiB.")
+    told = failure_report(question, run, {"gradients": 0}, 70 * GIB, "CUDA out of memory. Tried to allocate 4.00 GiB.")
     assert "as predicted" in told.what
     assert "activations" in told.what
     found = changes(question, run)
@@ -79,8 +79,8 @@ def test_the_states_of_any_optimizer_have_one_name(question, run):
     assert told.startswith("optimizer states took ")
 
 
-def test_the_verdict_has_six_lines_and_the_code_of_a_plan_that_does_not_fit(question, run):
-    told = verdict(question, run, {}, 79 * GIB, "CUDA out of memory. Tried to allocate 4.00 GiB.")
+def test_the_report_has_six_lines_and_the_code_of_a_plan_that_does_not_fit(question, run):
+    told = failure_report(question, run, {}, 79 * GIB, "CUDA out of memory. Tried to allocate 4.00 GiB.")
     assert told.code == Exit.DOES_NOT_FIT
     assert len(told.lines()) == 5  # the details are added by the rank
     assert "predicted" in told.what
@@ -111,7 +111,7 @@ def test_who_holds_the_card_is_named_and_what_is_left_is_what_must_do(fitting):
     question, run = fitting
     holder = CardProcess(pid=4242, name="python other.py --with a --long list=of words", bytes=50 * GIB)
     use = CardUse(total_bytes=int(question.cluster.gpu.memory_bytes), other_bytes=50 * GIB, holders=(holder,))
-    told = verdict(question, run, {}, 20 * GIB, "CUDA out of memory. " + "Tried to allocate. " * 20, use)
+    told = failure_report(question, run, {}, 20 * GIB, "CUDA out of memory. " + "Tried to allocate. " * 20, use)
     assert "other processes hold 50.0 of this card's 79 GiB: process 4242 (python other.py" in told.what
     assert told.remedy.startswith("end them, or take another card")
     assert not any(line.endswith("…") for line in told.lines())

@@ -19,6 +19,7 @@ from meshwright.kernels.cross_entropy import IGNORE
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import fill_model
 from meshwright.parallel.mesh import Mesh
+from meshwright.spec import plan as spec
 from meshwright.spec.plan import AXES, Plan
 from meshwright.train.step import evaluating, held_loss, in_turn
 
@@ -102,8 +103,8 @@ class Largest(TorchDispatchMode):
 
 
 def test_a_held_out_loss_has_no_more_logits_at_a_time_than_training(monkeypatch):
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(cross_entropy, "ROWS", 8)
+    monkeypatch.setattr(spec, "LOGIT_BYTES", 1)
+    monkeypatch.setattr(spec, "LOGIT_ROWS", 8)
     arch = msgspec.structs.replace(ARCH, vocab=4096)
     model = Decoder(arch)
     plain = Decoder(arch)

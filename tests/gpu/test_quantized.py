@@ -6,7 +6,7 @@ import pytest
 import torch
 from trials import make_corpus, make_run
 
-from meshwright.kernels.coded import CodedPart, decode, encode
+from meshwright.kernels.quantized import FrozenPart, decode, encode
 from meshwright.parallel import fused_kernels
 from meshwright.parallel import mesh as meshes
 from meshwright.train.build import build
@@ -23,7 +23,7 @@ QLORA = (
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_decoded_weights_are_the_same_bits(dtype):
     held = encode("nf4", torch.randn(1030, 4096, device="cuda") * 0.02)
-    whole, part = CodedPart("nf4", 64), CodedPart("nf4", 64, row=30)
+    whole, part = FrozenPart("nf4", 64), FrozenPart("nf4", 64, row=30)
     for how, parts in ((whole, held), (part, (held[0][30:], held[1][30:], held[2]))):
         assert torch.equal(decode(replace(how, is_fused=True), parts, dtype), decode(how, parts, dtype))
 

@@ -48,12 +48,12 @@ def test_a_run_whose_steps_are_done_is_not_said_to_save(tmp_path):
     assert watch._heed() is None
     assert "all steps are done; ending eval.command" in said[1]
     asked.interrupts = 2
-    verdict = watch._heed()
-    assert verdict is not None
-    assert "all steps are done, and the last eval.command is not" in verdict.what
+    report = watch._heed()
+    assert report is not None
+    assert "all steps are done, and the last eval.command is not" in report.what
 
 
-def test_a_verdict_has_six_lines_at_most_and_none_speaks_to_the_terminal():
+def test_a_report_has_six_lines_at_most_and_none_speaks_to_the_terminal():
     everything = Failure(
         kind="hang", code=11, what="w\x1b[31m\nx" * 99, where="a", since="b", cause="c", remedy="d", details="e"
     )
@@ -66,12 +66,12 @@ def test_a_verdict_has_six_lines_at_most_and_none_speaks_to_the_terminal():
 
 def test_a_hang_names_rank_phase_line_and_who_waits(tmp_path):
     hang = Hang(ranks=(1,), reason="does not move", seconds=6.0, limit=5.0)
-    verdict = failure.of_hang(hang, SEEN, {1: STACK}, TABLE, tmp_path)
-    assert verdict.rank == 1
-    assert verdict.phase == "data"  # the stack knows better than the last heartbeat
-    assert "loader.py:75 take" in verdict.where
-    assert "waiting for it: rank 0" in verdict.what
-    assert verdict.code == Exit.RESUMABLE
+    report = failure.of_hang(hang, SEEN, {1: STACK}, TABLE, tmp_path)
+    assert report.rank == 1
+    assert report.phase == "data"  # the stack knows better than the last heartbeat
+    assert "loader.py:75 take" in report.where
+    assert "waiting for it: rank 0" in report.what
+    assert report.code == Exit.RESUMABLE
 
 
 def test_the_main_threads_frames_are_found_among_all():
@@ -83,10 +83,10 @@ def test_the_main_threads_frames_are_found_among_all():
     ("code", "kind", "told"), [(-9, "killed", "SIGKILL"), (-7, "killed", "SIGBUS"), (1, "error", "exit code 1")]
 )
 def test_a_rank_without_words_is_told_by_its_exit(tmp_path, code, kind, told):
-    verdict = failure.of_exit(1, code, SEEN[1], tmp_path)
-    assert (verdict.kind, verdict.rank) == (kind, 1)
-    assert told in verdict.what
-    assert verdict.code == (Exit.RESUMABLE if kind == "killed" else code)
+    report = failure.of_exit(1, code, SEEN[1], tmp_path)
+    assert (report.kind, report.rank) == (kind, 1)
+    assert told in report.what
+    assert report.code == (Exit.RESUMABLE if kind == "killed" else code)
 
 
 def test_a_full_disk_is_to_be_freed(tmp_path):
@@ -97,10 +97,10 @@ def test_a_full_disk_is_to_be_freed(tmp_path):
 
 
 def test_last_words_come_back(tmp_path):
-    verdict = Failure(kind="data", code=11, what="gone", rank=3, at=5.0)
-    words.write(tmp_path, verdict)
-    assert words.read(tmp_path) == [verdict]
-    words.write(tmp_path / "never made", verdict)
+    report = Failure(kind="data", code=11, what="gone", rank=3, at=5.0)
+    words.write(tmp_path, report)
+    assert words.read(tmp_path) == [report]
+    words.write(tmp_path / "never made", report)
     assert not (tmp_path / "never made").exists()
 
 
@@ -128,9 +128,9 @@ def test_the_kernel_is_asked_about_a_process(tmp_path):
     assert process(2**22 + 1) == ("Z", 0.0)  # beyond the largest number there is
 
 
-def test_verdicts_survive_json():
-    verdict = Failure(kind="hang", code=11, what="x", stack=("a", "b"), good_until=3)
-    assert msgspec.json.decode(msgspec.json.encode(verdict), type=Failure) == verdict
+def test_reports_survive_json():
+    report = Failure(kind="hang", code=11, what="x", stack=("a", "b"), good_until=3)
+    assert msgspec.json.decode(msgspec.json.encode(report), type=Failure) == report
 
 
 PAGE = (Path(__file__).parents[3] / "docs" / "faults.md").read_text()

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from meshwright.config.presets import preset
-from meshwright.cost.activations import block_kept, microbatch_shape, moved_bytes
+from meshwright.cost.activations import block_saved, microbatch_shape, moved_bytes
 from meshwright.cost.job import Job
 from meshwright.cost.layer_time import block, layer_model
 from meshwright.cost.layout import layout_of
@@ -33,7 +33,7 @@ def share(answer: Price, name: str) -> float:
 
 
 def host(asked: Job) -> dict[str, int]:
-    return {line.name: line.bytes for line in ledger(asked).away.host}
+    return {line.name: line.bytes for line in ledger(asked).offloaded.host}
 
 
 def test_offloaded_states_are_twelve_bytes_a_parameter_or_six():
@@ -42,7 +42,7 @@ def test_offloaded_states_are_twelve_bytes_a_parameter_or_six():
 
 
 def test_a_disk_has_what_host_memory_has_not():
-    found = ledger(job(bf16_params=True, optimizer_offload="disk", optimizer_offload_host_bytes=10**10)).away
+    found = ledger(job(bf16_params=True, optimizer_offload="disk", optimizer_offload_host_bytes=10**10)).offloaded
     near = {line.name: line.bytes for line in found.host}["states"]
     assert near == 10**10
     assert near + found.disk_bytes == 12 * WHOLE
@@ -71,7 +71,7 @@ def test_a_host_of_which_nobody_knows_is_not_called_too_small():
 def test_activations_travel_beyond_what_a_block_computes():
     kept, sent = job(), job(activation_offload=True)
     one = block(layer_model(kept), False)
-    travels = moved_bytes(microbatch_shape(sent), block_kept(microbatch_shape(sent), False), False) / achieved(
+    travels = moved_bytes(microbatch_shape(sent), block_saved(microbatch_shape(sent), False), False) / achieved(
         sent.cluster.host
     )
     forward, backward = one.forward.seconds, one.seconds - one.forward.seconds

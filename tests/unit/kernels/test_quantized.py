@@ -8,7 +8,7 @@ import torch
 from kernel_cases import interpreted
 from torch import Tensor
 
-from meshwright.kernels.coded import NF4, CodedPart, decode, encode
+from meshwright.kernels.quantized import NF4, FrozenPart, decode, encode
 from meshwright.spec.quantized import Held, parts
 
 torch.manual_seed(3)
@@ -41,7 +41,7 @@ def test_codes_are_the_nearest_of_the_paper_s():
     ratios = torch.cat([part / scale for part, scale in zip(centred, floats, strict=True)])
     away = (ratios - levels()[absmax.flatten().long()]).abs()
     assert (away - (ratios[:, None] - levels()).abs().amin(-1)).max() < 1e-5
-    whole = decode(CodedPart("nf4", 7), (codes, absmax, scales), torch.float64)
+    whole = decode(FrozenPart("nf4", 7), (codes, absmax, scales), torch.float64)
     expected = table[found] * (levels()[absmax.flatten().long()] * floats.repeat_interleave(256)[:490] + mean)[:, None]
     assert torch.allclose(whole, expected.view_as(whole), rtol=1e-5, atol=1e-9)  # in fp32 beside float64
     assert (whole - MATRIX).norm() < 0.1 * MATRIX.norm()
@@ -52,17 +52,17 @@ def test_a_part_is_decoded_as_in_the_whole_and_takes_the_bytes_it_is_said_to(hel
     made = encode(held, MATRIX)
     assert [tuple(each.shape) for each in made] == [shape for _, shape, _ in parts(held, MATRIX.shape, False)]
     assert all(each.dtype is torch.uint8 for each in made)
-    whole = decode(CodedPart(held, 7), made, torch.bfloat16)
+    whole = decode(FrozenPart(held, 7), made, torch.bfloat16)
     codes, *others = made
     if held == "nf4":
         bits = 8 * sum(math.prod(shape) for _, shape, _ in parts("nf4", (4096, 4096), False)) / 4096**2
         assert bits == pytest.approx(4.127, abs=1e-3)  # §3 of the paper
         absmax, scales = others
-        rows = decode(CodedPart(held, 7, row=20), (codes[20:], absmax[20:], scales), torch.bfloat16)
-        columns = decode(CodedPart(held, 7, block=3), (codes[:, 96:160], absmax[:, 3:5], scales), torch.bfloat16)
+        rows = decode(FrozenPart(held, 7, row=20), (codes[20:], absmax[20:], scales), torch.bfloat16)
+        columns = decode(FrozenPart(held, 7, block=3), (codes[:, 96:160], absmax[:, 3:5], scales), torch.bfloat16)
         assert torch.equal(columns, whole[:, 192:320])
     else:
-        rows = decode(CodedPart(held, 7, row=20), (codes[20:], others[0][80:]), torch.bfloat16)
+        rows = decode(FrozenPart(held, 7, row=20), (codes[20:], others[0][80:]), torch.bfloat16)
         assert (whole.float() - MATRIX).norm() < 0.04 * MATRIX.norm()  # three bits of fraction
     assert torch.equal(rows, whole[20:])
 
@@ -72,14 +72,14 @@ def test_each_matrix_of_a_stack_is_encoded_and_decoded_by_itself(held: Held):
     stack = torch.stack([MATRIX, 3 * MATRIX.flip(0), MATRIX * 0])
     made = encode(held, stack)
     assert [tuple(each.shape) for each in made] == [shape for _, shape, _ in parts(held, stack.shape, False)]
-    whole = decode(CodedPart(held, 7), made, torch.float32)
+    whole = decode(FrozenPart(held, 7), made, torch.float32)
     for number, matrix in enumerate(stack):
         each = encode(held, matrix)
         assert all(torch.equal(part[number], alone) for part, alone in zip(made, each, strict=True))
-        assert torch.equal(whole[number], decode(CodedPart(held, 7), each, torch.float32))
+        assert torch.equal(whole[number], decode(FrozenPart(held, 7), each, torch.float32))
     if held == "nf4":
         part = tuple(each[1:, 20:] for each in made[:2])  # rows from 20 on of the last two experts
-        later = decode(CodedPart(held, 7, row=20), (*part, made[2][1:]), torch.float32)
+        later = decode(FrozenPart(held, 7, row=20), (*part, made[2][1:]), torch.float32)
         assert torch.equal(later, whole[1:, 20:])
 
 
@@ -101,10 +101,10 @@ def test_one_kernel_decodes_nf4_to_the_same_bits():
     codes, absmax, scales = encode("nf4", MATRIX)
     stack = tuple(torch.stack(pair) for pair in zip((codes, absmax, scales), encode("nf4", 3 * MATRIX), strict=True))
     cases = (
-        (CodedPart("nf4", 7), (codes, absmax, scales)),
-        (CodedPart("nf4", 7, row=20), (codes[20:], absmax[20:], scales)),
-        (CodedPart("nf4", 7, block=3), (codes[:, 96:160], absmax[:, 3:5], scales)),
-        (CodedPart("nf4", 7), stack),
+        (FrozenPart("nf4", 7), (codes, absmax, scales)),
+        (FrozenPart("nf4", 7, row=20), (codes[20:], absmax[20:], scales)),
+        (FrozenPart("nf4", 7, block=3), (codes[:, 96:160], absmax[:, 3:5], scales)),
+        (FrozenPart("nf4", 7), stack),
     )
     for how, held in cases:
         fused = replace(how, is_fused=True)

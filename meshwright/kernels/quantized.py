@@ -28,7 +28,7 @@ TILE = 64  # blocks that a program decodes
 
 
 @dataclass(frozen=True, slots=True)
-class CodedPart:
+class FrozenPart:
     """How a matrix is held, and where a rank's part of it begins."""
 
     held: Held
@@ -46,7 +46,7 @@ def encode(held: Held, weight: Tensor) -> tuple[Tensor, ...]:
     return _encode_fp8(weight.float()) if held == "fp8" else _encode_nf4(weight.float())
 
 
-def decode(how: CodedPart, parts: tuple[Tensor, ...], dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+def decode(how: FrozenPart, parts: tuple[Tensor, ...], dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
     """A rank's part of a matrix, or of each of a stack: all of them by the same operators, whatever their number.
 
     `after` is not read; see `decode_nf4`.
@@ -70,7 +70,7 @@ def _fp8_rows(codes: Tensor, scales: Tensor) -> Callable[[slice], Tensor]:
     return lambda rows: numbers[rows].float() * each[rows, None]
 
 
-def _nf4_rows(how: CodedPart, codes: Tensor, absmax: Tensor, scales: Tensor) -> Callable[[slice], Tensor]:
+def _nf4_rows(how: FrozenPart, codes: Tensor, absmax: Tensor, scales: Tensor) -> Callable[[slice], Tensor]:
     """The same, each block times its scale, which is decoded first."""
     second = floats(scales).view(-1, scales.shape[-1] // FLOAT)  # of each matrix
     rows, blocks = absmax.shape[-2:]

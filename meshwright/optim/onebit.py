@@ -273,7 +273,7 @@ class SignExchange:
         return form.tensors(rows, values)
 
     def _form(self, shards: Sequence[WeightShard], like: Tensor) -> "_Form":
-        key = (like.dtype, *((shard.shape, shard.region) for shard in shards))
+        key = (like.dtype, *((shard.shape, shard.region, shard.cuts) for shard in shards))
         if key not in self.forms:
             self.forms[key] = _Form(shards, self.replicas, like)
         return self.forms[key]

@@ -4,13 +4,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import msgspec
 
 from meshwright.cost.activations import ITEM_BYTES, ActivationPolicy, chunk_rows, has_chunks, policy_of
 from meshwright.spec.arch import Arch
+from meshwright.spec.communication import Serving, serving
 from meshwright.spec.params import Param, Split, held_split, params, stored
 from meshwright.spec.plan import FP8_MULTIPLE, Plan
 from meshwright.spec.schedule import Schedule, stage_ranks
@@ -194,6 +195,14 @@ def groups(view: RankView) -> Iterator[ParamGroup]:
     return (group for part in parts(view) for group in _groups(view.arch, part, view.plan.tp, view.plan.ep > 1))
 
 
+def together(view: RankView) -> Iterator[ParamGroup]:
+    """The same where all that is outside of blocks travels as one, also on a rank that begins the model and ends it."""
+    outside = [group for group in groups(view) if group.params[0].layer < 0]
+    yield from (group for group in groups(view) if group.params[0].layer >= 0)
+    if outside:
+        yield msgspec.structs.replace(outside[0], params=tuple(chain.from_iterable(each.params for each in outside)))
+
+
 @lru_cache(maxsize=4096)
 def _groups(arch: Arch, part: StageLayers, tp: int, apart: bool) -> tuple[ParamGroup, ...]:
     """The groups of one part; `apart`: its experts are one of their own."""
@@ -271,6 +280,27 @@ def shard_columns(param: Param, group: ParamGroup, view: RankView) -> tuple[int,
         begin += _shard_rank(group, view) * math.ceil(shape[-1] / shards)
     begin = min(begin, param.shape[-1])
     return begin, begin + shard_shape(param, group, view)[-1]
+
+
+def shard_region(param: Param, group: ParamGroup, view: RankView) -> tuple[tuple[int, int], ...]:
+    """Where that part is in the whole weight, dim by dim."""
+    plan, shape, place = view.plan, local_shape(param, view), [0] * len(param.shape)
+    if group.shared_by_ep:
+        place[0] += (view.at("shard") * plan.cp + view.at("cp")) % plan.ep * shape[0]
+    if param.split is not Split.NONE:
+        dim = (1 if param.split is Split.ROW else 0) + param.expert
+        place[dim] += view.at("tp") * math.ceil(param.shape[dim] / plan.tp)
+    _, shards = grid(group, plan)
+    dim = shard_dim(shape, shards, view.cuts_rows_only)
+    place[dim] += (_shard_rank(group, view) if shards > 1 else 0) * math.ceil(shape[dim] / shards)
+    begins = [min(begin, size) for begin, size in zip(place, param.shape, strict=True)]
+    return tuple((begin, begin + size) for begin, size in zip(begins, shard_shape(param, group, view), strict=True))
+
+
+def servings(group: ParamGroup, view: RankView) -> list[Serving]:
+    """How replicas share out, as servers, a rank's part of each weight of a group."""
+    regions = ((param.shape, shard_region(param, group, view)) for param in group.params)
+    return [serving(shape, region, view.plan.replicate) for shape, region in regions]
 
 
 def _shard_rank(group: ParamGroup, view: RankView) -> int:

@@ -30,13 +30,15 @@ from meshwright.cost.rank_view import (
     local_shape,
     padded,
     placement,
+    servings,
     shard_columns,
     shard_shape,
+    together,
     updated_elements,
 )
 from meshwright.cost.traffic import FIRST, in_sight, quantized_bytes, sent_elements, server_elements
 from meshwright.spec.arch import Arch
-from meshwright.spec.communication import chunk_length, factors, message_bytes, outer_states, packed_bytes
+from meshwright.spec.communication import factors, message_bytes, outer_states, packed_bytes
 from meshwright.spec.optimizers import ADAMW, DESCRIPTIONS
 from meshwright.spec.params import Split, count, frozen_bytes, params, trained
 from meshwright.spec.plan import Plan
@@ -278,11 +280,12 @@ def sign_bytes(view: RankView, temporaries: int) -> int:
     byte each twice over, and the messages; or what the update of one weight makes.
     """
     replicas, found = view.plan.replicate, [0]
-    for group in groups(view):
-        sizes = [param.numel for param in group.params]
-        rows = replicas * sum(chunk_length(size, replicas) for size in sizes)
-        made = max((2 * view.accum_bytes + 2) * rows, temporaries * view.accum_bytes * max(sizes))
-        found.append(2 * view.accum_bytes * rows + made + 4 * replicas * packed_bytes(sizes, replicas))
+    for group in together(view):
+        served = servings(group, view)
+        rows = replicas * sum(each.length for each in served)
+        largest = max(math.prod(shard_shape(param, group, view)) for param in group.params)
+        made = max((2 * view.accum_bytes + 2) * rows, temporaries * view.accum_bytes * largest)
+        found.append(2 * view.accum_bytes * rows + made + 4 * replicas * packed_bytes(served, view.accum_bytes))
     return max(found)
 
 
@@ -484,7 +487,7 @@ def _state_bytes(group: ParamGroup, view: RankView, layout: StateLayout) -> int:
     spec, width = layout.optimizer, layout.state_width
     weights = group.trained.params
     parts = ((param.shape, shard_columns(param, group, view)) for param in weights)
-    served = sum(chunk_length(param.numel, view.plan.replicate) for param in weights) if spec.compresses else 0
+    served = sum(each.elements for each in servings(group, view)) if spec.compresses else 0
     return group.count * (served * width) + group.count * sum(
         spec.bytes_of(param.name, shard_shape(param, group, view), width, part)
         for param, part in zip(weights, parts, strict=True)

@@ -27,10 +27,12 @@ from meshwright.cost.rank_view import (
     padded,
     parts,
     placement,
+    servings,
     shard_dim,
     shard_shape,
     share,
     stored_shape,
+    together,
     updated_elements,
 )
 from meshwright.spec.arch import Arch
@@ -123,7 +125,7 @@ def traffic(
     if arch.compared:  # how much likelier chosen answers are, and how often
         meter += [Collective(kind="all_reduce", axis="world", count=int(plan.world > 1), bytes=2 * DOUBLE)]
     updates = [*update_traffic(view, spec, warm_up), *meter]
-    apart = spec.compresses and not warm_up
+    apart = spec.compresses
     if view.cuts_rows_only:  # deterministic, no axes but replicate and shard: weights, gradients and statistics travel
         return merged(chain(weight_traffic(view, apart=apart), _deterministic_statistics(view), updates))
     # All ranks agree on the step's loss, the gradient's square norm and how many must stop before anyone updates.
@@ -409,12 +411,13 @@ def weight_traffic(view: RankView, over_tp: bool = True, apart: bool = False) ->
 def update_traffic(view: RankView, optimizer: OptimizerSpec, warm_up: bool = False) -> Iterator[Collective]:
     """What the update of whole tensors reduces: for each of its rounds, one call for each axis and operation.
 
-    One that compresses sends signs of momenta, but for its warm-up.
+    One that compresses sends signs of momenta; in its warm-up, gradients that no backward has summed over replicas.
     """
-    yield from _sign_traffic(view) if optimizer.compresses and not warm_up else ()
+    if optimizer.compresses:
+        yield from _unsummed_traffic(view) if warm_up else _sign_traffic(view)
     yield from _matrix_traffic(view) if optimizer.orthogonalizes else ()
     for spec in optimizer.members:
-        for statistics in spec.reductions:
+        for statistics in spec.reduced(warm_up):
             sizes = Counter[tuple[Axis, str]]()
             for group in groups(view):
                 for param in group.trained.params:
@@ -428,13 +431,28 @@ def update_traffic(view: RankView, optimizer: OptimizerSpec, warm_up: bool = Fal
     yield from _scales(view, optimizer)
 
 
+def _unsummed_traffic(view: RankView) -> Iterator[Collective]:
+    """A rank's part of each group's gradients, which no backward has summed over replicas."""
+    for group in together(view) if view.plan.replicate > 1 else ():
+        size = updated_elements(msgspec.structs.replace(group, count=1), view) * view.accum_bytes
+        yield Collective(kind="all_reduce", axis="replicate", count=group.count, bytes=size)
+
+
 def _sign_traffic(view: RankView) -> Iterator[Collective]:
-    """Each group's momenta, one bit an element: from every worker to the servers, and from every server to all."""
+    """Each group's momenta, one bit an element: from every worker to the servers, and from every server to all.
+
+    Before each of the two, ranks that have parts of the same weights add up magnitudes of every chunk.
+    """
     replicas = view.plan.replicate
-    for group in groups(view) if replicas > 1 else ():
-        size = replicas * packed_bytes((param.numel for param in group.params), replicas)
+    for group in together(view) if replicas > 1 else ():
+        size = replicas * packed_bytes(servings(group, view), view.accum_bytes)
         for kind in SIGNS:
             yield Collective(kind=kind, axis="replicate", count=group.count, bytes=size)
+        weights = Counter[Axis](axis for param in group.params for axis, _ in weight_cuts(param, group, view))
+        for axis, number in weights.items():
+            ranks = {"tp": view.plan.tp, "ep": view.plan.ep}.get(axis, grid(group, view.plan)[1])
+            size = ranks * number * replicas * view.accum_bytes
+            yield Collective(kind="all_gather", axis=axis, count=2 * group.count, bytes=size)
 
 
 def _scales(view: RankView, optimizer: OptimizerSpec) -> Iterator[Collective]:

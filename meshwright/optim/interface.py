@@ -76,6 +76,7 @@ class WeightShard:
 
     name: str
     shape: tuple[int, ...]  # of the whole weight
+    region: tuple[tuple[int, int], ...]  # where this part is in it
     cuts: tuple[Cut, ...]  # along which dims it is cut, and among whom
     decay: float
     states: Mapping[str, Tensor]  # those that a weight of this kind has, shaped after this rank's part of it

@@ -5,13 +5,20 @@ the number of replicas, so that the mean over workers is the gradient of the who
 of tokens are. An exact step sums gradients after the backward; in any other the momentum that each worker makes of its
 own gradient travels by a `SignExchange`: a mean over replicas in one bit an element each way, with error feedback,
 
-    worker i    c_i = C(x_i + e_i)      e_i ← x_i + e_i − c_i       all-to-all: to every server its chunk of c_i
-    server s    c = C(mean of c_i + e)  e ← mean of c_i + e − c     all-gather: of its chunk of c
+    worker i    c_i = C(x_i + e_i)      e_i ← x_i + e_i − c_i       all-to-all: to every server its rows of c_i
+    server s    c = C(mean of c_i + e)  e ← mean of c_i + e − c     all-gather: of its rows of c
 
-C keeps the signs of a chunk and one scale, the mean of its magnitudes (EF-signSGD, Karimireddy et al. 2019): whatever
-the numbers, what C leaves out is then shorter than what it was given. A root mean square, which the code of 1-bit
-Adam's authors takes, is longer where most numbers are near zero, as the momenta of an embedding are. Each weight has
-scales of its own, so that weights whose momenta differ by orders of magnitude can travel together.
+C keeps the signs and, of each of as many chunks of a weight as there are replicas, one scale, the mean of its
+magnitudes (EF-signSGD, Karimireddy et al. 2019): whatever the numbers, what C leaves out is then shorter than what it
+was given. A root mean square, which the code of 1-bit Adam's authors takes, is longer where most numbers are near zero,
+as the momenta of an embedding are. Each weight has scales of its own, so that weights whose momenta differ by orders of
+magnitude can travel together.
+
+A worker is a replica, of one rank or of many. Ranks that share its weights (shard, tp, ep, pp) each exchange the signs
+of their own part with the ranks that have the same part of other replicas. Chunks are of whole weights: ranks that have
+parts of one add up the magnitudes in it, by an all-gather of a number for each weight and chunk, before the worker's
+signs are scaled and before the server's are. So a weight's scales, and with them every number, are those of replicas
+of one rank each.
 
 The norm that clips is the gradient's in an exact step. In others nobody has the mean: it is the root mean square over
 the workers of their gradients' norms, which is never below that of the mean.
@@ -53,25 +60,26 @@ have no ratio and no decay, as in `optim/lamb.py`.
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.config.run import Optim, Run
-from meshwright.optim.interface import Optimizer, UpdateTerms, WeightShard, WholeTensorRule
+from meshwright.optim.interface import Optimizer, UpdateTerms, WeightShard, WholeTensorRule, reduced
 from meshwright.optim.master_weights import given
 from meshwright.optim.outer import Meeting, NoOuterLoop
-from meshwright.parallel.mesh import Mesh, all_gather, local
+from meshwright.parallel.mesh import CUT_AXES, Cut, Mesh, all_gather, cuts, join, local
 from meshwright.spec.communication import (
-    SCALE_BYTES,
     SERVER_ERROR,
     WORKER_ERROR,
     Exchange,
-    chunk_length,
     exchange_of,
+    serving,
     variance_updates,
 )
+from meshwright.spec.optimizers import Statistic
 
 BITS = 8  # in a byte
 
@@ -98,7 +106,7 @@ class CompressingRule(WholeTensorRule):
     def mean(self, shards: Sequence[WeightShard], values: Sequence[Tensor], finite: Tensor) -> list[Tensor]:
         """The mean over the workers of something of each weight, one bit an element."""
         worker, server = ([shard.states[kind] for shard in shards] for kind in (WORKER_ERROR, SERVER_ERROR))
-        return self.signs.mean(values, worker, server, finite)
+        return self.signs.mean(shards, values, worker, server, finite)
 
     def momentum(self, shard: WeightShard, gradient: Tensor) -> Tensor:
         """The first moment after a gradient."""
@@ -125,36 +133,40 @@ class MomentumRule(CompressingRule):
     """Exact for a while; from then on the momentum travels in one bit at every step."""
 
     def update(self, shards: Sequence[WeightShard], terms: UpdateTerms) -> None:
-        """Exact in the warm-up; then bucket by bucket, two collectives each."""
+        """Exact in the warm-up; then bucket by bucket, an all-to-all and an all-gather each."""
         if self.exchange == "exact":
-            for shard in shards:
-                self.warm_up(shard, terms)
+            self.warm_up(shards, terms)
             return
         for bucket in buckets(shards):
             own = [self.momentum(shard, shard.gradient()) for shard in bucket]
             for shard, first in zip(bucket, self.mean(bucket, own, terms.finite > 0), strict=True):
                 self.compressed(shard, first, terms)
+        self.end(shards, terms)
 
     @abstractmethod
-    def warm_up(self, shard: WeightShard, terms: UpdateTerms) -> None:
-        """The exact update of one weight."""
+    def warm_up(self, shards: Sequence[WeightShard], terms: UpdateTerms) -> None:
+        """The exact update of all weights."""
 
     @abstractmethod
     def compressed(self, shard: WeightShard, first: Tensor, terms: UpdateTerms) -> None:
-        """The update of one weight by the momentum that all workers received."""
+        """What becomes of one weight by the momentum that all workers received."""
+
+    def end(self, shards: Sequence[WeightShard], terms: UpdateTerms) -> None:
+        """What is left to do when all momenta are there."""
+        return None
 
 
 def buckets(shards: Sequence[WeightShard]) -> list[list[WeightShard]]:
-    """Weights that travel together: those of a block, and those outside the blocks."""
-    found: dict[str, list[WeightShard]] = {}
+    """Weights that travel together: those of a block, under ep its experts apart, and those outside the blocks."""
+    found: dict[tuple[str, bool], list[WeightShard]] = {}
     for shard in shards:
-        found.setdefault(layer_of(shard.name), []).append(shard)
+        found.setdefault(_bucket(shard.name, shard.cuts), []).append(shard)
     return list(found.values())
 
 
-def layer_of(name: str) -> str:
-    """The block that a weight is in."""
-    return name.split(".")[1] if name.startswith("blocks.") else ""
+def _bucket(name: str, held: Sequence[Cut]) -> tuple[str, bool]:
+    """The block that a weight is in, and whether it is of experts that ranks of ep share out."""
+    return name.split(".")[1] if name.startswith("blocks.") else "", any(cut.axis == "ep" for cut in held)
 
 
 class CompressingReplicas(NoOuterLoop):
@@ -164,9 +176,9 @@ class CompressingReplicas(NoOuterLoop):
         super().__init__(run)
         self.run, self.mesh, self.rule = run, mesh, rule_in(optimizer)
         self.rule.meet(mesh)
-        groups: dict[str, list[nn.Parameter]] = {}
+        groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
         for name, weight in (pair for chunk in chunks for pair in chunk.named_parameters()):
-            groups.setdefault(layer_of(name), []).append(weight)
+            groups.setdefault(_bucket(name, cuts(weight)), []).append(weight)
         self.groups = list(groups.values())
 
     @torch.no_grad()
@@ -211,19 +223,31 @@ def described(run: Run) -> list[str]:
 
 
 class SignExchange:
-    """The replicas of a plan, of which this rank is one: a worker, and the server of one chunk of every weight."""
+    """The replicas of a plan, of which this rank is in one: a worker, and the server of some rows of every weight."""
 
     def __init__(self, group: dist.ProcessGroup | None, replicas: int = 1, number: int = 0) -> None:
         self.group, self.replicas, self.number = group, replicas, number
+        self.forms: dict[tuple[object, ...], _Form] = {}
 
     def mean(
-        self, values: Sequence[Tensor], worker: Sequence[Tensor], server: Sequence[Tensor], finite: Tensor
+        self,
+        shards: Sequence[WeightShard],
+        values: Sequence[Tensor],
+        worker: Sequence[Tensor],
+        server: Sequence[Tensor],
+        finite: Tensor,
     ) -> list[Tensor]:
-        """The mean of some tensors as all replicas receive it; errors are written, unless something is not finite."""
-        sizes = [value.numel() for value in values]
+        """The mean of something of each weight as all replicas receive it.
+
+        Errors of worker and server are written, unless something is not finite.
+        """
+        form, everyone, mine = self._form(shards, values[0]), range(self.replicas), range(self.number, self.number + 1)
         wanted = [value + error for value, error in zip(values, worker, strict=True)]
-        message = self._encoded(self._rows(wanted), sizes, range(self.replicas))
-        sent = self._tensors(self._decoded(message, wanted[0].dtype, sizes), values)
+        rows = form.rows(wanted)
+        sums = form.totals(form.sums(rows, everyone), everyone)
+        message = _message(form.of_servers(sums, everyone), rows)
+        del rows
+        sent = form.tensors(form.decoded(message, everyone), values)
         for whole, kept, error in zip(wanted, sent, worker, strict=True):
             error.copy_(torch.where(finite, whole.sub_(kept), error))
         del wanted, sent
@@ -232,84 +256,180 @@ class SignExchange:
             received.copy_(message)
         else:
             dist.all_to_all_single(received, message, group=self.group)
-        chunk = self._decoded(received, values[0].dtype, sizes).mean(0, keepdim=True)
-        self._clear_padding(chunk, sizes)
-        chunk.add_(torch.cat(list(server)))
-        message = self._encoded(chunk, sizes, range(self.number, self.number + 1))
-        left = chunk.sub_(self._decoded(message, chunk.dtype, sizes))
-        self._clear_padding(left, sizes)
-        for error, new in zip(server, left[0].split(self._lengths(sizes)), strict=True):
-            error.copy_(torch.where(finite, new, error))
-        del chunk, left
+        chunk = form.decoded(received, self.number).mean(0, keepdim=True)
+        form.add(chunk, server)
+        message = _message(form.sums(chunk, mine), chunk)
         gathered = message.new_empty(self.replicas, message.shape[1])
         if self.group is None:
             gathered.copy_(message)
         else:
             all_gather(gathered, message, group=self.group)
-        return self._tensors(self._decoded(gathered, values[0].dtype, sizes), values)
+        sums = form.totals(form.sums_in(gathered), everyone)
+        rows = form.decoded(gathered, everyone, form.of_servers(sums, everyone))
+        left = chunk.sub_(rows[mine.start : mine.stop])
+        for error, new in zip(server, left[0].split(form.lengths), strict=True):
+            error.copy_(torch.where(finite, new[: error.numel()].view(error.shape), error))
+        del chunk, left
+        return form.tensors(rows, values)
 
-    def _lengths(self, sizes: Sequence[int]) -> list[int]:
-        return [chunk_length(size, self.replicas) for size in sizes]
+    def _form(self, shards: Sequence[WeightShard], like: Tensor) -> "_Form":
+        key = (like.dtype, *((shard.shape, shard.region, shard.cuts) for shard in shards))
+        if key not in self.forms:
+            self.forms[key] = _Form(shards, self.replicas, like)
+        return self.forms[key]
 
-    def _rows(self, tensors: Sequence[Tensor]) -> Tensor:
-        """A row for each server: its chunks of all tensors, one after another."""
-        lengths = self._lengths([tensor.numel() for tensor in tensors])
-        rows = tensors[0].new_zeros(self.replicas, sum(lengths))
-        for part, tensor, length in zip(rows.split(lengths, 1), tensors, lengths, strict=True):
-            whole = tensor.reshape(-1)
-            full = tensor.numel() // length
-            part[:full].copy_(whole[: full * length].view(full, length))
-            if full < self.replicas:
-                part[full, : tensor.numel() - full * length].copy_(whole[full * length :])
+
+class _Form:
+    """The messages of some weights that travel together: a row for each server, its rows of one weight after another.
+
+    Each begins with sums of magnitudes. Of every weight there are as many as the server with rows of most chunks needs.
+    """
+
+    def __init__(self, shards: Sequence[WeightShard], replicas: int, like: Tensor) -> None:
+        self.replicas, self.dtype = replicas, like.dtype
+        self.served = [serving(shard.shape, shard.region, replicas) for shard in shards]
+        self.lengths = [each.length for each in self.served]
+        self.begins = [0, *accumulate(each.sums for each in self.served)]  # of each weight's sums in a row, and the end
+        # By axis, the weights that ranks along it have other parts of.
+        self.cut: list[tuple[Tensor, dist.ProcessGroup]] = []
+        for axis in CUT_AXES:
+            groups = {i: cut.group for i, shard in enumerate(shards) for cut in shard.cuts if cut.axis == axis}
+            if groups:
+                self.cut.append((torch.tensor(list(groups), device=like.device), next(iter(groups.values()))))
+        # Which of all weights' chunks each sum in a server's row is of; one beyond them, where there is none.
+        none, places = len(shards) * replicas, list[list[int]]()
+        for server in range(replicas):
+            row = list[int]()
+            for weight, each in enumerate(self.served):
+                chunks = [weight * replicas + chunk for chunk, _ in each.pieces[server]]
+                row += [*chunks, *[none] * (each.sums - len(chunks))]
+            places.append(row)
+        counts = [max(count, 1) for each in self.served for count in each.counts]
+        self.places = torch.tensor(places, device=like.device)
+        self.counts = torch.tensor([*counts, 1], dtype=like.dtype, device=like.device)
+
+    def rows(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The messages' elements, filled up with zeros."""
+        rows = tensors[0].new_zeros(self.replicas, sum(self.lengths))
+        for part, tensor, each in zip(rows.split(self.lengths, 1), tensors, self.served, strict=True):
+            if tensor.numel() == 0:
+                continue
+            by_server = tensor.unflatten(each.dim, (self.replicas, -1)).movedim(each.dim, 0) if each.dim else tensor
+            flat = by_server.reshape(-1)
+            full = len(flat) // each.elements
+            part[:full, : each.elements].copy_(flat[: full * each.elements].view(full, each.elements))
+            if full < self.replicas:  # the rows of a weight that do not come out even
+                part[full, : len(flat) - full * each.elements].copy_(flat[full * each.elements :])
         return rows
 
-    def _tensors(self, rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors whose chunks the servers' rows have."""
-        lengths = self._lengths([tensor.numel() for tensor in like])
-        parts = zip(rows.split(lengths, 1), like, strict=True)
-        return [part.reshape(-1)[: tensor.numel()].view(tensor.shape) for part, tensor in parts]
+    def tensors(self, rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors whose rows these are."""
+        found = list[Tensor]()
+        for part, tensor, each in zip(rows.split(self.lengths, 1), like, self.served, strict=True):
+            flat = part[:, : each.elements].reshape(-1)
+            if each.dim:
+                size, dim = list(tensor.shape), each.dim
+                size[dim] //= self.replicas
+                found.append(flat.view(self.replicas, *size).movedim(0, dim).reshape(tensor.shape))
+            else:
+                found.append(flat[: tensor.numel()].view(tensor.shape))
+        return found
 
-    def _encoded(self, rows: Tensor, sizes: Sequence[int], servers: range) -> Tensor:
-        """Bytes of each row, which is of one server: a scale for each tensor, and the signs of all."""
-        lengths = self._lengths(sizes)
-        sums = [part.abs().sum(1) for part in rows.split(lengths, 1)]
-        counts = [
-            [max(min(size - server * length, length), 1) for server in servers]
-            for size, length in zip(sizes, lengths, strict=True)
-        ]
-        scales = torch.stack(sums, 1) / torch.tensor(counts, dtype=rows.dtype, device=rows.device).T
-        weights = 2 ** torch.arange(BITS, dtype=torch.uint8, device=rows.device)
-        bits = (rows >= 0).view(len(rows), -1, BITS).to(torch.uint8).mul_(weights).sum(2, dtype=torch.uint8)
-        return torch.cat([scales.float().contiguous().view(torch.uint8), bits], 1)
+    def add(self, chunk: Tensor, errors: Sequence[Tensor]) -> None:
+        """Add what a server has of each weight to its row."""
+        for part, error in zip(chunk.split(self.lengths, 1), errors, strict=True):
+            part[0, : error.numel()].add_(error.reshape(-1))
 
-    def _decoded(self, message: Tensor, dtype: torch.dtype, sizes: Sequence[int]) -> Tensor:
-        """The rows that bytes stand for."""
-        lengths, width = self._lengths(sizes), SCALE_BYTES * len(sizes)
-        scales = message[:, :width].clone(memory_format=torch.contiguous_format).view(torch.float32).to(dtype)
+    def sums(self, rows: Tensor, servers: range) -> Tensor:
+        """Sums of magnitudes in rows, which are of some servers, over each chunk that they have something of."""
+        found = list[Tensor]()
+        for part, each in zip(rows.split(self.lengths, 1), self.served, strict=True):
+            if each.sums == 1:
+                found.append(part.abs().sum(1, keepdim=True))
+                continue
+            some = part.new_zeros(len(servers), each.sums)
+            for number, server in enumerate(servers):
+                for place, piece in enumerate(_pieces(part[number], each.pieces[server])):
+                    some[number, place] = piece.abs().sum()
+            found.append(some)
+        return torch.cat(found, 1)
+
+    def totals(self, sums: Tensor, servers: range) -> Tensor:
+        """The same over whole weights, chunk by chunk: of all servers, and of all ranks that have parts of them.
+
+        Added in the order of ranks, so that all replicas have the same bits.
+        """
+        spread = sums.new_zeros(len(servers), len(self.counts)).scatter_(1, self._places(servers), sums)
+        totals = spread.sum(0)
+        table = totals[:-1].view(len(self.served), self.replicas)
+        for weights, group in self.cut:
+            table[weights] = join(table[weights][None], 0, group).sum(0)
+        return totals
+
+    def of_servers(self, totals: Tensor, servers: range) -> Tensor:
+        """As they stand in the rows of some servers."""
+        return totals[self._places(servers)]
+
+    def _places(self, servers: range | int) -> Tensor:
+        """Those of some servers, or of one for every worker."""
+        if isinstance(servers, int):
+            return self.places[servers].expand(self.replicas, -1)
+        return self.places[servers.start : servers.stop]
+
+    def sums_in(self, message: Tensor) -> Tensor:
+        """The sums that messages begin with."""
+        held = message[:, : self.begins[-1] * self.dtype.itemsize]
+        return held.clone(memory_format=torch.contiguous_format).view(self.dtype)
+
+    def decoded(self, message: Tensor, servers: range | int, sums: Tensor | None = None) -> Tensor:
+        """The rows that messages stand for, by the sums that they begin with or by others.
+
+        Of some servers, or of one by all workers.
+        """
+        sums = self.sums_in(message) if sums is None else sums
+        scales = (sums / self.counts[self._places(servers)]).float().to(self.dtype)
         shifts = torch.arange(BITS, dtype=torch.uint8, device=message.device)
-        signs = (message[:, width:, None] >> shifts).bitwise_and_(1).view(len(message), -1).to(dtype)
+        bits = message[:, self.begins[-1] * self.dtype.itemsize :, None]
+        signs = (bits >> shifts).bitwise_and_(1).view(len(message), -1).to(self.dtype)
         signs.mul_(2).sub_(1)
-        for number, part in enumerate(signs.split(lengths, 1)):
-            part.mul_(scales[:, number : number + 1])
+        for part, each, begin in zip(signs.split(self.lengths, 1), self.served, self.begins, strict=False):
+            if each.sums == 1:
+                part.mul_(scales[:, begin : begin + 1])
+            for number, server in enumerate([servers] * self.replicas if isinstance(servers, int) else servers):
+                pieces = each.pieces[server]
+                if each.sums > 1:
+                    for place, piece in enumerate(_pieces(part[number], pieces)):
+                        piece.mul_(scales[number, begin + place])
+                if (size := sum(size for _, size in pieces)) < each.length:
+                    part[number, size:] = 0.0  # what fills up the row has a sign too
         return signs
 
-    def _clear_padding(self, chunk: Tensor, sizes: Sequence[int]) -> None:
-        """Zero what fills up this server's chunks: it has a sign too."""
-        for part, size in zip(chunk.split(self._lengths(sizes), 1), sizes, strict=True):
-            part[:, max(size - self.number * part.shape[1], 0) :] = 0
+
+def _pieces(row: Tensor, pieces: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
+    """A server's row of one weight by the chunks that it is of."""
+    sizes = [size for _, size in pieces]
+    return row[: sum(sizes)].split(sizes)
+
+
+def _message(sums: Tensor, rows: Tensor) -> Tensor:
+    """Sums, and the signs of rows, in bytes."""
+    weights = 2 ** torch.arange(BITS, dtype=torch.uint8, device=rows.device)
+    bits = (rows >= 0).view(len(rows), -1, BITS).to(torch.uint8).mul_(weights).sum(2, dtype=torch.uint8)
+    return torch.cat([sums.contiguous().view(torch.uint8), bits], 1)
 
 
 class OneBitAdamRule(MomentumRule):
     """The update of 1-bit Adam."""
 
-    def warm_up(self, shard: WeightShard, terms: UpdateTerms) -> None:
+    def warm_up(self, shards: Sequence[WeightShard], terms: UpdateTerms) -> None:
         """AdamW, whose variance is freed of its bias at the end."""
-        gradient = shard.gradient()
-        shard.keep({"first": self.momentum(shard, gradient), "second": self.variance(shard, gradient)}, terms)
-        second = shard.states["second"] / self.bias(self.optim.beta2, terms, gradient)
-        self._move(shard, second, terms)
-        if self.freezes:
-            shard.states["second"].copy_(second)
+        for shard in shards:
+            gradient = shard.gradient()
+            shard.keep({"first": self.momentum(shard, gradient), "second": self.variance(shard, gradient)}, terms)
+            second = shard.states["second"] / self.bias(self.optim.beta2, terms, gradient)
+            self._move(shard, second, terms)
+            if self.freezes:
+                shard.states["second"].copy_(second)
 
     def compressed(self, shard: WeightShard, first: Tensor, terms: UpdateTerms) -> None:
         """The momentum that all received, beside the frozen variance."""
@@ -404,58 +524,85 @@ class ZeroOneAdamRule(CompressingRule):
 
 RATIO_BETA = 0.9  # of the running mean of ratios
 LEAST, MOST, DRIFT = 0.5, 4.0, 0.1  # of the factor, and how far it may move in a step
+TOTAL, LARGEST = Statistic(shape="tensor"), Statistic(shape="tensor", op="max")  # over all parts of a weight
 
 
 class OneBitLambRule(MomentumRule):
     """The update of 1-bit LAMB."""
 
-    def warm_up(self, shard: WeightShard, terms: UpdateTerms) -> None:
-        """LAMB, with a running mean of its ratios."""
-        gradient = shard.gradient()
-        shard.keep({"first": self.momentum(shard, gradient), "second": self.variance(shard, gradient)}, terms)
-        second = shard.states["second"] / self.bias(self.optim.beta2, terms, gradient)
-        move = self._direction(shard, shard.states["first"], second, terms)
-        if "ratio" in shard.states:
-            value = shard.value()
-            size, length = value.norm(), move.norm()
-            ratio = torch.where((size > 0) & (length > 0), size / length, 1.0)
-            mean = shard.states["ratio"] * RATIO_BETA + ratio * (1 - RATIO_BETA)
-            shard.keep({"ratio": mean}, terms)
-            move = move * ratio
-        shard.write(shard.value() - move * terms.rate)
-        if self.freezes:
-            shard.states["second"].copy_(second)
-            if "ratio" in shard.states:
-                shard.states["fresh"].copy_(second)
-                shard.states["ratio"].div_(self.bias(RATIO_BETA, terms, second))
-                shard.states["factor"].fill_(1.0)
+    def warm_up(self, shards: Sequence[WeightShard], terms: UpdateTerms) -> None:
+        """LAMB, with a running mean of its ratios; one reduction, of the squares of weights and directions."""
+        for shard in shards:
+            gradient = shard.gradient()
+            shard.keep({"first": self.momentum(shard, gradient), "second": self.variance(shard, gradient)}, terms)
+        matrices = [shard for shard in shards if "ratio" in shard.states]
+        sizes = [(shard, TOTAL, shard.value().square().sum()) for shard in matrices]
+        lengths = [(shard, TOTAL, self._direction(shard, terms).square_().sum()) for shard in matrices]
+        whole = reduced([*sizes, *lengths])
+        ratios = {
+            id(shard): torch.where((size > 0) & (length > 0), (size / length).sqrt(), 1.0)
+            for shard, size, length in zip(matrices, whole, whole[len(matrices) :], strict=False)
+        }
+        for shard in shards:
+            move = self._direction(shard, terms)
+            if (ratio := ratios.get(id(shard))) is not None:
+                shard.keep({"ratio": shard.states["ratio"] * RATIO_BETA + ratio * (1 - RATIO_BETA)}, terms)
+                move.mul_(ratio)
+            shard.write(shard.value() - move.mul_(terms.rate))
+            if self.freezes:
+                self._freeze(shard, terms)
 
-    def _direction(self, shard: WeightShard, first: Tensor, second: Tensor, terms: UpdateTerms) -> Tensor:
-        """AdamW's step of length one, decay included."""
+    def _freeze(self, shard: WeightShard, terms: UpdateTerms) -> None:
+        """What stays as it is from here on, divided by its bias."""
+        states = shard.states
+        states["second"].div_(self.bias(self.optim.beta2, terms, states["second"]))
+        if "ratio" in states:
+            states["fresh"].copy_(states["second"])
+            states["ratio"].div_(self.bias(RATIO_BETA, terms, states["ratio"]))
+            states["factor"].fill_(1.0)
+
+    def _direction(self, shard: WeightShard, terms: UpdateTerms, decays: bool = True) -> Tensor:
+        """AdamW's step of length one from the states as they are now, decay included or not."""
+        first, second = shard.states["first"], shard.states["second"]
+        if self.exchange == "exact":
+            second = second / self.bias(self.optim.beta2, terms, second)
         move = self.direction(first / self.bias(self.optim.beta1, terms, first), second)
-        return move.add_(shard.value() * shard.decay) if shard.decay else move
+        return move.add_(shard.value() * shard.decay) if decays and shard.decay else move
 
     def compressed(self, shard: WeightShard, first: Tensor, terms: UpdateTerms) -> None:
-        """The momentum that all received, with the frozen ratio corrected."""
-        second = shard.states["second"]
-        move = self._direction(shard, first, second, terms)
-        if "ratio" in shard.states:
+        """The momentum that all received, and the variance that it tells of."""
+        if "fresh" in shard.states:
             beta1, beta2 = self.optim.beta1, self.optim.beta2
             rebuilt = (first - shard.states["first"] * beta1).div_(1 - beta1)
             fresh = (shard.states["fresh"] * beta2).add_(rebuilt.square_(), alpha=1 - beta2)
-            factor = self._factor(shard, first, fresh, move, terms)
-            shard.keep({"fresh": fresh, "factor": factor}, terms)
-            move = move * (shard.states["ratio"] * factor)
+            shard.keep({"fresh": fresh}, terms)
         shard.keep({"first": first}, terms)
-        shard.write(shard.value() - move * terms.rate)
 
-    def _factor(self, shard: WeightShard, first: Tensor, fresh: Tensor, move: Tensor, terms: UpdateTerms) -> Tensor:
-        """By how much the frozen ratio is corrected."""
-        eps, last = self.optim.eps, shard.states["factor"]
-        factor = ((shard.states["second"].sqrt() + eps) / (fresh.sqrt() + eps)).amax()
-        if shard.decay:
-            prelim = self.direction(first / self.bias(self.optim.beta1, terms, first), shard.states["second"])
-            share = (prelim.norm() / move.norm()).clamp(max=1.0)
-            factor = factor * share + (1 - share)
-        factor = factor.clamp(LEAST, MOST)
+    def end(self, shards: Sequence[WeightShard], terms: UpdateTerms) -> None:
+        """The frozen ratio, corrected; one reduction, of how the variances changed and of what decay has of a move."""
+        matrices = [shard for shard in shards if "ratio" in shard.states]
+        plain = [(shard, TOTAL, self._direction(shard, terms, decays=False).square_().sum()) for shard in matrices]
+        moves = [(shard, TOTAL, self._direction(shard, terms).square_().sum()) for shard in matrices]
+        changes = [(shard, LARGEST, self._change(shard)) for shard in matrices]
+        whole, count = reduced([*plain, *moves, *changes]), len(matrices)
+        of_each = zip(matrices, whole, whole[count:], whole[2 * count :], strict=False)
+        for shard, without, length, change in of_each:
+            shard.keep({"factor": self._factor(shard.states["factor"], without, length, change)}, terms)
+        for shard in shards:
+            move = self._direction(shard, terms)
+            if "ratio" in shard.states:
+                move.mul_(shard.states["ratio"] * shard.states["factor"])
+            shard.write(shard.value() - move.mul_(terms.rate))
+
+    def _change(self, shard: WeightShard) -> Tensor:
+        """The largest root of a frozen variance beside that of the fresh one."""
+        frozen, fresh, eps = shard.states["second"], shard.states["fresh"], self.optim.eps
+        if frozen.numel() == 0:  # of fewer rows than there are ranks
+            return frozen.new_zeros(())
+        return ((frozen.sqrt() + eps) / (fresh.sqrt() + eps)).amax()
+
+    def _factor(self, last: Tensor, plain: Tensor, length: Tensor, change: Tensor) -> Tensor:
+        """By how much the frozen ratio is corrected; squares of a move without its decay, and with it."""
+        share = torch.where(length > 0, (plain / length).sqrt(), 1.0).clamp(max=1.0)
+        factor = (change * share + (1 - share)).clamp(LEAST, MOST)
         return torch.minimum(torch.maximum(factor, last * (1 - DRIFT)), last * (1 + DRIFT))

@@ -40,9 +40,9 @@ from meshwright.optim.quantized import empty_states, quantized_parts, saved_part
 from meshwright.optim.sgd import SGDRule
 from meshwright.optim.sm3 import SM3Rule
 from meshwright.parallel import precision
-from meshwright.parallel.mesh import Mesh, cuts, local
+from meshwright.parallel.mesh import Mesh, cuts, local, region_of
 from meshwright.parallel.model_spec import note
-from meshwright.spec.communication import SERVER_ERROR, chunk_length
+from meshwright.spec.communication import SERVER_ERROR, part_shape
 from meshwright.spec.optimizers import BESIDE, OPTIMIZERS
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import mistake
@@ -104,8 +104,8 @@ class ResidentOptimizer(Optimizer):
             return empty_states([state.name for state in states], master, self.quantized[i])
         found = {state.name: _zeros(state.shape_beside(tuple(master.shape)), master, self.optim) for state in states}
         if self.spec.compresses:
-            length = chunk_length(master.numel(), self.mesh.apart if self.mesh is not None else 1)
-            found[SERVER_ERROR] = _zeros((length,), master, self.optim)
+            servers = self.mesh.apart if self.mesh is not None else 1
+            found[SERVER_ERROR] = _zeros(part_shape(tuple(master.shape), servers), master, self.optim)
         return found
 
     def _choose(self, plan: Plan, name: str) -> Update:
@@ -205,7 +205,8 @@ class ResidentOptimizer(Optimizer):
     def _whole(self, rule: WholeTensorRule) -> Update:
         """The update of whole tensors, of which this rank has parts: all together, so that few collectives do."""
         store = master_weights.STORES[self.optim.master_weights]
-        parts = [cuts(weight) for weight in self.weights]
+        regions = [tuple((part.start, part.stop) for part in region_of(weight)) for weight in self.weights]
+        parts = [(tuple(weight.shape), regions[i], cuts(weight)) for i, weight in enumerate(self.weights)]
 
         def shard(i: int, terms: UpdateTerms) -> WeightShard:
             weight, master, finite = self.weights[i], self.masters[i], (terms.finite > 0) | rule.writes_always
@@ -220,7 +221,7 @@ class ResidentOptimizer(Optimizer):
                 store(weight, master, torch.where(finite, updated, value()), terms.count)
 
             states, decay = self._states[i], self.decay_of(weight)
-            return WeightShard(self.names[i], tuple(weight.shape), parts[i], decay, states, gradient, value, write)
+            return WeightShard(self.names[i], *parts[i], decay, states, gradient, value, write)
 
         def update(indices: list[int], terms: UpdateTerms) -> None:
             rule.update([shard(i, terms) for i in indices], terms)

@@ -15,7 +15,6 @@ from torch.autograd import Function
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.spec.plan import AXES, Plan
@@ -163,8 +162,16 @@ def region_of(tensor: Tensor) -> tuple[slice, ...]:
     """Which part of the whole tensor this rank holds, as an index into it."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    place, found = tensor.device_mesh.get_coordinate(), list[slice]()
+    assert place is not None, "every rank is in the mesh"
+    for dim, size in enumerate(tensor.shape):
+        start = 0
+        for axis in _axes_that_cut(tensor, dim):
+            most = math.ceil(size / tensor.device_mesh.size(axis))
+            before = min(place[axis] * most, size)
+            start, size = start + before, min(size - before, most)
+        found.append(slice(start, start + size))
+    return tuple(found)
 
 
 def whole_of(tensor: Tensor) -> Tensor:
@@ -177,11 +184,8 @@ def whole_of(tensor: Tensor) -> Tensor:
         return tensor
     whole = tensor.to_local().detach()
     for dim, size in enumerate(tensor.shape):
-        cuts = [
-            (isinstance(each, _StridedShard), axis) for axis, each in enumerate(tensor.placements) if _cuts(each, dim)
-        ]
         sizes = list[tuple[int, dist.ProcessGroup]]()
-        for _, axis in sorted(cuts):  # a strided cut is made after those of the axes within it
+        for axis in _axes_that_cut(tensor, dim):
             group = tensor.device_mesh.get_group(axis)
             sizes.append((size, group))
             most = math.ceil(size / group.size())
@@ -193,8 +197,14 @@ def whole_of(tensor: Tensor) -> Tensor:
     return whole
 
 
+def _axes_that_cut(tensor: DTensor, dim: int) -> list[int]:
+    """The axes of a mesh that cut a dim, in the order of cuts: a strided one is made after those of axes within it."""
+    cuts = [(isinstance(each, _StridedShard), axis) for axis, each in enumerate(tensor.placements) if _cuts(each, dim)]
+    return [axis for _, axis in sorted(cuts)]
+
+
 def _cuts(placement: Placement, dim: int) -> bool:
-    assert not placement.is_partial(), "parts of a sum are reduced, not put together"
+    assert not placement.is_partial(), "parts of a sum have no place in the whole"
     return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
 
 

@@ -431,6 +431,7 @@ def _carries(question: Question, layout: AxesChoice) -> bool:
         question.master_weights == "fp32"
         and question.state_dtype == "fp32"
         and "optimizer_offload" not in question.fixed
+        and not DESCRIPTIONS[question.optimizer].compresses  # which needs replicas
     )
     if question.precision != "fp8" and usual and not carried(question):
         return True

@@ -7,9 +7,11 @@ Both towers read it. **Rare**: local SGD (`average`), SlowMo and DiLoCo differ i
 along the rows of the whole weight, up to 128 elements each: no cut between rows divides one, nor one between columns by
 up to eight ranks of tp. Vectors are never quantized.
 
-**One bit**: replicas exchange momenta. A weight of n elements is cut into as many chunks as there are replicas, each a
-multiple of eight elements long. The replica of a chunk is its server: it receives the chunk's bits and a scale from
-every worker, averages them, and sends bits and a scale of the mean to all.
+**One bit**: replicas exchange momenta. A whole weight of n elements is cut into as many chunks as there are replicas,
+each a multiple of eight elements long, and of each chunk there is one scale. Where a rank has a part of the weight
+alone, it exchanges that part with those of the other replicas that have the same one, of which each is the server of
+some of its rows: it receives their bits from every worker, averages them, and sends bits of the mean to all. What cuts
+the weight inside a replica decides who sends what to whom, and no number.
 """
 
 import math
@@ -23,7 +25,7 @@ from meshwright.spec.plan import Plan
 
 ANCHOR, MOMENTUM = "anchor", "outer_momentum"  # in checkpoints: the weights as they were last synced, and the buffer
 BLOCK, MOST_TP = 128, 8  # elements that share a scale, at most, in rows that so many ranks of tp may cut
-SCALE_BYTES = 4  # fp32, of a block, or of a weight's chunk
+SCALE_BYTES = 4  # fp32, of a block
 BITS = {"int8": 8, "int4": 4, "fp8": 8}  # the last of lossy gradients and gathers alone
 TOLD = 4  # numbers that parameter servers add up for an update: the square norm, the loss, the votes, the tokens
 TALLY = 8  # numbers that replicas tell each other when they meet; see optim/outer.py
@@ -34,6 +36,7 @@ FACTOR = "powersgd_factor"
 FEEDBACK = (SHARD_ERROR, NODE_ERROR, REPLICA_ERROR, SUM_ERROR, FACTOR)
 CAST_BYTES = {"bf16": 2, "fp16": 2}
 Shape = tuple[int, ...]
+Region = tuple[tuple[int, int], ...]  # first and one past the last index of each dim
 WORKER_ERROR, SERVER_ERROR = "worker_error", "server_error"  # in checkpoints: what each compression has left out
 OWN_ERRORS = frozenset((WORKER_ERROR, SERVER_ERROR))  # which no two replicas have alike
 WARM_UP_SHARE = 5  # of the run's steps, one in so many: 1-bit Adam's authors use 15 to 20 %
@@ -301,11 +304,78 @@ def warm_up_steps(steps: int) -> int:
 
 
 def chunk_length(elements: int, replicas: int) -> int:
-    """Elements of each replica's chunk of a weight, the last ones filled up."""
+    """Elements of each chunk of a whole weight, the last ones filled up."""
     return 8 * math.ceil(elements / (8 * replicas))
 
 
-def packed_bytes(sizes: Iterable[int], replicas: int) -> int:
-    """What a worker sends to one server, or a server to everybody, of some weights: scales and bits."""
-    lengths = [chunk_length(size, replicas) for size in sizes]
-    return SCALE_BYTES * len(lengths) + sum(lengths) // 8
+class Serving(msgspec.Struct, frozen=True):
+    """How replicas share out a rank's part of a weight as servers."""
+
+    dim: int  # along which
+    elements: int  # of each server's rows; the last may have fewer, or none
+    pieces: tuple[tuple[tuple[int, int], ...], ...]  # of each server's rows: what chunks they are of, and how much
+    counts: tuple[int, ...]  # elements of each chunk of the whole weight
+
+    @property
+    def length(self) -> int:
+        """Elements of a message, filled up to whole bytes."""
+        return 8 * math.ceil(self.elements / 8)
+
+    @property
+    def sums(self) -> int:
+        """Sums of magnitudes in a message: of every chunk that a server has something of, as many for each."""
+        return max(1, *map(len, self.pieces))
+
+
+def served_region(region: Region, replicas: int, server: int) -> Region:
+    """The rows of a part of a weight of which one of the replicas is the server."""
+    shape = tuple(end - begin for begin, end in region)
+    dim = part_dim(shape, replicas)
+    rows, (begin, end) = part_shape(shape, replicas)[dim], region[dim]
+    mine = (min(begin + server * rows, end), min(begin + (server + 1) * rows, end))
+    return (*region[:dim], mine, *region[dim + 1 :])
+
+
+@lru_cache(maxsize=4096)
+def serving(shape: Shape, region: Region, replicas: int) -> Serving:
+    """The servers of a part of a weight of some shape."""
+    whole, part = math.prod(shape), tuple(end - begin for begin, end in region)
+    length = chunk_length(whole, replicas)
+    served = (served_region(region, replicas, server) for server in range(replicas))
+    return Serving(
+        dim=part_dim(part, replicas),
+        elements=math.prod(part_shape(part, replicas)),
+        pieces=tuple(tuple(_pieces(shape, each, length)) for each in served),
+        counts=tuple(min(max(whole - chunk * length, 0), length) for chunk in range(replicas)),
+    )
+
+
+def _pieces(shape: Shape, region: Region, length: int) -> Iterator[tuple[int, int]]:
+    """The chunks of a weight that a region has something of, in its own order, which is theirs too."""
+    if any(begin == end for begin, end in region):
+        return
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(begin * stride for (begin, _), stride in zip(region, strides, strict=True))
+    last = sum((end - 1) * stride for (_, end), stride in zip(region, strides, strict=True))
+    before = 0
+    for chunk in range(first // length, last // length + 1):
+        below = _below(shape, region, (chunk + 1) * length)
+        if below > before:
+            yield chunk, below - before
+        before = below
+
+
+def _below(shape: Shape, region: Region, limit: int) -> int:
+    """Elements of a region that come before a place in the whole tensor, row by row."""
+    if not shape:
+        return int(limit > 0)
+    (begin, end), inner = region[0], region[1:]
+    row, rest = divmod(limit, math.prod(shape[1:]))
+    rows = min(max(row - begin, 0), end - begin)
+    cut = _below(shape[1:], inner, rest) if begin <= row < end else 0
+    return rows * math.prod(last - first for first, last in inner) + cut
+
+
+def packed_bytes(served: Iterable[Serving], width: int) -> int:
+    """What a worker sends to one server, or a server to everybody, of some weights: sums of some width, and bits."""
+    return sum(each.sums * width + each.length // 8 for each in served)

@@ -107,8 +107,9 @@ class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True):
     reductions: tuple[tuple[Statistic, ...], ...] = ()
     orthogonalizes: bool = False  # matrices, whole, which ranks share out by spec/matrices.py
     # Replicas keep their gradients apart and exchange momenta in one bit an element, by spec/communication.py. Beside
-    # its states a rank keeps what it leaves out as the server of its chunk of every weight.
+    # its states a rank keeps what it leaves out as the server of its rows of every weight.
     compresses: bool = False
+    compressed_reductions: tuple[tuple[Statistic, ...], ...] = ()  # of its compressed steps, in the place of the others
     is_exact: bool = True  # no reduction rounds: the same bits however tensors are cut
     keys: tuple[str, ...]  # of [optim], those that only it and its likes read
     defaults: tuple[tuple[str, float], ...] = ()  # of those that are not as in config/run.py
@@ -124,6 +125,10 @@ class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True):
     def of(self, name: str, dims: int) -> "OptimizerSpec":
         """The description that holds for a parameter."""
         return self if self.takes == "all" or is_hidden(name, dims) else OPTIMIZERS[self.rest]
+
+    def reduced(self, warm_up: bool) -> tuple[tuple[Statistic, ...], ...]:
+        """What the update of a step reduces, of one that compresses in its warm-up or after it."""
+        return self.compressed_reductions if self.compresses and not warm_up else self.reductions
 
     @property
     def members(self) -> tuple["OptimizerSpec", ...]:
@@ -359,6 +364,14 @@ ONEBIT_LAMB = OptimizerSpec(
     ),
     whole=True,
     compresses=True,
+    reductions=LAMB.reductions,
+    compressed_reductions=(
+        (
+            Statistic(shape="tensor", of="matrices"),
+            Statistic(shape="tensor", of="matrices"),
+            Statistic(shape="tensor", of="matrices", op="max"),
+        ),
+    ),
     is_exact=False,
     keys=("beta1", "beta2", "eps", "freeze_step"),
     defaults=(("beta2", 0.999), ("eps", 1e-6)),

@@ -34,7 +34,7 @@ from meshwright.parallel.mesh import DENSE, EXPERT, Mesh, cut_dim, local, region
 from meshwright.runtime import run_folder
 from meshwright.runtime.records import SaveRecord
 from meshwright.spec.arch import Arch
-from meshwright.spec.communication import ANCHOR, OWN_ERRORS, SERVER_ERROR, calendar_of, kind_of, of_part
+from meshwright.spec.communication import ANCHOR, OWN_ERRORS, SERVER_ERROR, calendar_of, kind_of, of_part, served_region
 from meshwright.spec.optimizers import BESIDE
 from meshwright.spec.params import saved, stored, trained
 from meshwright.spec.plan import Plan
@@ -75,9 +75,10 @@ def holdings(state: State, run: Run, mesh: Mesh) -> list[TensorShard]:
                 label = f"{of_part(kind, mesh.part if apart else 0)}/{name}"
                 shape, part = _without(tuple(weight.shape), lacks), _without(region, lacks)
                 whole = TensorShard(label, shape, part, tensors[kind], writes)
-                if kind == SERVER_ERROR:  # of a chunk that is the server's own
-                    length = len(tensors[kind])
-                    whole = TensorShard(label, (length,), ((0, length),), tensors[kind], mine)
+                if kind == SERVER_ERROR:  # of the rows that are the server's own
+                    part = served_region(region, mesh.apart, mesh.part)
+                    rows = tuple(slice(0, end - begin) for begin, end in part)  # without what fills up the last
+                    whole = TensorShard(f"{kind}/{name}", shape, part, tensors[kind][rows], writes)
                 parts = state.optimizer.saved_parts(weight, kind, tensors[kind])
                 found += [_with_last(whole, each) for each in parts] or [whole]
     kept = (part for reduction in state.reductions for part in reduction.states(mesh))
@@ -109,9 +110,11 @@ def whole_states(state: State, run: Run, mesh: Mesh) -> Iterator[tuple[str, Tens
     spec = state.optimizer.spec
     dtype = next(iter(chain.from_iterable(state.optimizer.states().values()))).dtype
     for param in trained(run.arch):
-        for kept in spec.states_of(param.name, len(param.shape)):
-            name = f"{kept.name}/{param.name}"
-            whole = torch.zeros(kept.shape_beside(param.shape), dtype=dtype, device=mesh.device)
+        kinds = {kept.name: kept.shape_beside(param.shape) for kept in spec.states_of(param.name, len(param.shape))}
+        if spec.compresses:
+            kinds[SERVER_ERROR] = param.shape
+        for kind, shape in kinds.items():
+            name, whole = f"{kind}/{param.name}", torch.zeros(shape, dtype=dtype, device=mesh.device)
             part = held.get(name)
             if part is not None:
                 whole[tuple(slice(*side) for side in part.region)] = part.tensor.to(mesh.device)

@@ -90,7 +90,17 @@ ALONE = Plan(microbatch=1)
 UNSERVED, SERVED = ("optim.name=", "optim.state_dtype=", "optim.master_weights="), ("=adamw", "=sgd", "=lion", "=fp32")
 UNSCALED = frozenset(("tp", "cp", "ep", "sync_every", "grad_reduce", "powersgd", "staleness"))  # what AdaScale refuses
 SPLIT_BATCH = ("replicate", "shard", "grad_accum")  # that make several microbatches of a step
-REPLICATED = frozenset(("replicate", "grad_accum"))
+# Of optimizers that compress, the plans with replicas and whatever cuts one, but for what sends otherwise.
+CUT_REPLICAS = (
+    "replicate=2,shard=2,zero=1",
+    "replicate=2,shard=2,zero=2,grad_accum=2",
+    "replicate=2,tp=2",
+    "replicate=2,cp=2,zero=1",
+    "replicate=2,pp=2,schedule=1f1b",
+    "replicate=2,pp=2,schedule=zbv",
+    "replicate=2,shard=2,zero=1,ep=2",
+)
+SENDS_OTHERWISE = frozenset(("sync_every", "grad_reduce", "powersgd", "gather", "staleness", "secondary_shard"))
 ALIKE = {"onebit_adam": "adamw", "zero_one_adam": "adamw", "onebit_lamb": "lamb"}  # without anything compressed
 Job = tuple[Run, list[tuple[str, Run]]]  # a reference, and each plan's words with its run
 # Plans that compute something else than one process would, by the field that says so: they have a reference of their
@@ -179,7 +189,7 @@ def matrix(ranks: int, target: str | None = None, overrides: Sequence[str] = ())
     """The standard set for up to so many ranks; compiled plans only where there is a compiler that can do float64.
 
     Of a model of the zoo, those that it can have: experts to distribute, and no load bias where replicas part. Of an
-    optimizer that compresses, the plans of replicas and nothing else; what parameter servers may not have (whole
+    optimizer that compresses, those with replicas, and some more of them; what parameter servers may not have (whole
     tensors, states in few bits) has no plan with them. AdaScale has those with several microbatches, each
     whole on a rank.
     """
@@ -193,12 +203,14 @@ def matrix(ranks: int, target: str | None = None, overrides: Sequence[str] = ())
         lacks.add("staleness")
     if "optim.adascale=true" in overrides:
         lacks |= UNSCALED
-    plans = [plan for plan in MATRIX if world(plan) <= ranks and not lacks & fields(plan).keys()]
+    compresses = any(word == f"optim.name={name}" for word in overrides for name in ALIKE)
+    if compresses:
+        lacks |= SENDS_OTHERWISE
+    standard = (*MATRIX, *CUT_REPLICAS) if compresses else MATRIX
+    plans = [plan for plan in standard if world(plan) <= ranks and not lacks & fields(plan).keys()]
     if "optim.adascale=true" in overrides:
         plans = [plan for plan in plans if math.prod(_number(_resolved(plan), name) for name in SPLIT_BATCH) > 1]
-    if any(word == f"optim.name={name}" for word in overrides for name in ALIKE):
-        return [plan for plan in plans if "replicate" in fields(plan) and fields(plan).keys() <= REPLICATED]
-    return plans
+    return [plan for plan in plans if "replicate" in fields(plan)] if compresses else plans
 
 
 def jobs(target: str | None, overrides: list[str], plans: list[str], steps: int, folder: Path) -> list[Job]:

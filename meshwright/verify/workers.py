@@ -152,11 +152,16 @@ class Replay:
         return self.first[name] / (1 - self.optim.beta1**self.count)
 
     def saved(self) -> Named:
-        """States as a checkpoint would name them, of the first worker."""
+        """States as a checkpoint would name them, of the first worker and of all servers."""
         kinds = {"first": self.first, "second": self.second}
         found = {f"{kind}/{name}": tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()}
-        errors = {name: each.worker[0].view(self.held[name].shape) for name, each in self.signs.items()}
-        return found | {f"worker_error/{name}": error for name, error in errors.items()}
+        for name, each in self.signs.items():
+            shape = self.held[name].shape
+            found |= {
+                f"worker_error/{name}": each.worker[0].view(shape),
+                f"server_error/{name}": each.server.view(shape),
+            }
+        return found
 
 
 class OneBitAdam(Replay):

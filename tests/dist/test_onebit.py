@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,6 +13,8 @@ from live import Live
 from trials import CPU, corpus_file, losses_of, made, make_corpus, make_run
 from worlds import world
 
+from meshwright.checkpoint.storage import CorruptError
+from meshwright.config.run import Run
 from meshwright.cost.layout import layout_of
 from meshwright.cost.rank_view import RankView
 from meshwright.cost.resident import sign_bytes, states
@@ -28,7 +31,7 @@ from meshwright.train.loop import StepResult, Stop, train
 from meshwright.train.oom import held
 from meshwright.train.saving import digest_of, restore
 from meshwright.train.state import State
-from meshwright.verify.collectives import differences, implied, observing
+from meshwright.verify.collectives import differences, implied, observing, ranks_of
 
 # float64 sums in another order through some updates; signs of a number that is rounding alone are in no weight here.
 TOLERANCE = 1e-12
@@ -43,6 +46,11 @@ CASES = {
     "zero-one": ZERO_ONE,
 }
 SMALL = ("arch.layers=2", "data.eval_fraction=0.0", "plan.replicate=2", "optim.lr=1e-3")
+CUT = {
+    "adam": ("replicate=4,grad_accum=2", "replicate=2,shard=2,zero=1", "replicate=2,tp=2"),
+    "lamb": ("replicate=2,shard=2,zero=3", "replicate=2,tp=2"),
+    "zero-one": ("replicate=2,shard=2,zero=1",),
+}
 ODD = ("arch.vocab=259", "arch.hidden=72", "arch.ffn=90", "arch.heads=4", "arch.kv_heads=2")  # chunks are filled up
 
 
@@ -57,13 +65,15 @@ def folder(tmp_path):
 def test_replicas_train_like_a_process_that_is_all_of_them(tmp_path, name):
     # A sign ÷ √v amplifies the rounding of a gradient that is small beside others of its chunk; ε bounds by how much.
     short = ("arch.layers=2", "sequence=16", "optim.lr=1e-3", "optim.eps=1e-5", "--steps", "9")
-    # Four workers have chunks that are filled up: the exchange is the same in all three.
-    plans = ("--plan", "replicate=2", *(("--plan", "replicate=4,grad_accum=2") if name == "adam" else ()))
+    # Four workers have chunks that are filled up: the exchange is the same in all three. What cuts a worker changes
+    # nothing: all plans of two replicas have one reference.
+    plans = [part for plan in ("replicate=2", *CUT[name]) for part in ("--plan", plan)]
     done = meshwright("verify", "tiny", *CASES[name], *short, *plans, "--json", "--folder", "proof", folder=tmp_path)
     verdicts = json.loads(done.stdout)
     numbers = [value for verdict in verdicts for key, value in verdict.items() if key.endswith("_deviation")]
     assert max(numbers) <= TOLERANCE, verdicts
     certificates = json.loads((tmp_path / "proof/certificate.json").read_text())
+    assert len(certificates) == len({plan.split(",")[0] for plan in ("replicate=2", *CUT[name])})
     assert all("same compression and error feedback" in each["reference"] for each in certificates)
 
 
@@ -83,6 +93,30 @@ def kinds(run: msgspec.Struct, steps: int) -> list[str]:
     return [exchange_of(run.optim, step, run.steps) for step in range(1, steps + 1)]  # type: ignore
 
 
+def check_calls(run: Run, mesh: Mesh, state: State, count: int) -> None:
+    """Every step sends what its phase implies."""
+    optimizer = description_of(run.optim)
+    said = {
+        phase: implied(
+            traffic(run.arch, run.plan, run.sequence, place=mesh.place, optimizer=optimizer, warm_up=phase == "exact"),
+            run.plan,
+            mesh,
+        )
+        for phase in ("exact", "compressed")
+    }
+    between = ranks_of("replicate", run.plan, mesh)  # two replicas of one rank agree on a loss among the same ranks
+    alone = {call: number for call, number in said["exact"].items() if call.ranks != between or call.bytes == 3 * 8}
+    said["local"] = Counter(alone)
+    steps, phases = train(run, state, mesh), kinds(run, count)
+    next(steps)  # what is made at first use
+    for phase in phases[1:]:
+        with observing() as seen:
+            next(steps)
+        found = differences(seen, said[phase])
+        assert not found, (str(run.plan), phase, found)
+    state.loader.close()
+
+
 @world(2)
 def test_every_step_sends_what_its_phase_implies(folder):
     for words in (
@@ -91,25 +125,26 @@ def test_every_step_sends_what_its_phase_implies(folder):
         (*CASES["adam"], "plan.precision=bf16", "plan.grad_accum=2"),
     ):
         run, mesh, state = made(make_run(folder, *SMALL, "steps=9", *words), folder, CPU)
-        said = {
-            phase: implied(
-                traffic(
-                    run.arch, run.plan, run.sequence, optimizer=description_of(run.optim), warm_up=phase == "exact"
-                ),
-                run.plan,
-                mesh,
-            )
-            for phase in ("exact", "compressed")
-        }
-        said["local"] = Counter({call: count for call, count in said["exact"].items() if call.bytes == 3 * 8})
-        steps, phases = train(run, state, mesh), kinds(run, 9)
-        next(steps)  # what is made at first use
-        for phase in phases[1:]:
-            with observing() as seen:
-                next(steps)
-            assert not differences(seen, said[phase]), (words, phase)
-        state.loader.close()
-        assert "local" in phases or words[0] != ZERO_ONE[0]
+        check_calls(run, mesh, state, 9)
+        assert "local" in kinds(run, 9) or words[0] != ZERO_ONE[0]
+
+
+@world(4)
+def test_replicas_of_several_ranks_send_and_hold_what_the_plan_implies(folder):
+    sharded, few = ("plan.shard=2", "plan.zero=3"), ("steps=4", "optim.freeze_step=2")
+    for words, phases in (
+        ((*CASES["lamb"], *ODD, *sharded, *few), 4),
+        ((*CASES["adam"], *few, "plan.shard=2", "plan.zero=1", "plan.grad_accum=2", "plan.precision=bf16"), 4),
+        ((*ZERO_ONE, "steps=9", *sharded), 9),
+        ((*CASES["lamb"], *ODD, *few, "plan.tp=2"), 4),
+        ((*CASES["adam"], *few, "plan.shard=2", "plan.zero=2", "plan.ep=2", "arch.capacity=1.25"), 4),
+    ):
+        arch = "tiny-moe" if "plan.ep=2" in words else "tiny"
+        run, mesh, state = made(make_run(folder, *SMALL, *words, arch=arch), folder, CPU)
+        layout = layout_of(run.plan, optimizer=description_of(run.optim))
+        said = {line.name: line.bytes for line in states(run.arch, run.plan, mesh.place, layout)}
+        assert held(state, layout)["moments"] == said["moments"], words
+        check_calls(run, mesh, state, phases)
 
 
 @world(2)
@@ -123,24 +158,49 @@ def test_a_rank_holds_what_the_plan_implies(folder):
         state.loader.close()
 
 
+def check_peak(run: Run, mesh: Mesh, state: State) -> None:
+    """A compressed update makes what the ledger says."""
+    steps, rule = train(run, state, mesh), rule_in(state.optimizer)
+    for _ in range(5):
+        next(steps)
+    weights = state.optimizer.weights
+    held = [tensor for tensors in state.optimizer.states().values() for tensor in tensors]
+    held += [local(each) for weight in weights for each in (weight.detach(), given(weight))]
+    rule.step, rule.exchange = 6, "compressed"
+    one = torch.ones((), dtype=torch.float64)
+    with torch.no_grad(), Live(held) as live:
+        state.optimizer.step(1e-3, GradStats(loss=one, norm=one, finite=one, factor=one))
+    view = RankView(arch=run.arch, plan=run.plan, sequence=0, place=mesh.place)
+    said = sign_bytes(view, state.optimizer.spec.temporaries)
+    assert 0.6 * said <= live.peak <= said, (str(run.plan), run.optim.name, live.peak / said)
+    state.loader.close()
+
+
 @world(2)
 def test_an_update_makes_what_the_ledger_says(folder):
     for words in CASES.values():
-        run, mesh, state = made(make_run(folder, *SMALL, *words, "arch.hidden=128", "steps=6"), folder, CPU)
-        steps, rule = train(run, state, mesh), rule_in(state.optimizer)
-        for _ in range(5):
-            next(steps)
-        weights = state.optimizer.weights
-        held = [tensor for tensors in state.optimizer.states().values() for tensor in tensors]
-        held += [local(each) for weight in weights for each in (weight.detach(), given(weight))]
-        rule.step, rule.exchange = 6, "compressed"
-        one = torch.ones((), dtype=torch.float64)
-        with torch.no_grad(), Live(held) as live:
-            state.optimizer.step(1e-3, GradStats(loss=one, norm=one, finite=one, factor=one))
-        view = RankView(arch=run.arch, plan=run.plan, sequence=0, place=mesh.place)
-        said = sign_bytes(view, state.optimizer.spec.temporaries)
-        assert 0.6 * said <= live.peak <= said, (words, live.peak / said)
-        state.loader.close()
+        check_peak(*made(make_run(folder, *SMALL, *words, "arch.hidden=128", "steps=6"), folder, CPU))
+
+
+@world(4)
+def test_an_update_of_shards_makes_what_the_ledger_says(folder):
+    for words in CASES.values():
+        sharded = ("arch.hidden=128", "steps=6", "plan.shard=2", "plan.zero=3")
+        check_peak(*made(make_run(folder, *SMALL, *words, *sharded), folder, CPU))
+
+
+def cut_short(run: Run, mesh: Mesh, state: State, folder: Path) -> tuple[list[float], str]:
+    """The losses of a run that saves after its fifth step and ends after its seventh, and what it saved."""
+    digest, losses = "", list[float]()
+    for result in train(run, state, mesh, folder):
+        assert isinstance(result, StepResult)
+        losses.append(result.loss.item())
+        if result.step == 5:
+            digest = digest_of(state, run, mesh)
+        if result.step == 7:
+            break
+    state.loader.close()
+    return losses, digest
 
 
 def own_weights(state: State) -> torch.Tensor:
@@ -183,15 +243,7 @@ def test_weights_differ_after_local_steps_alone_and_saves_wait_for_a_sync(folder
 def test_a_save_is_resumed_with_all_errors(folder, name):
     words = (*SMALL, *CASES[name], "steps=8", "checkpoint.every=5", *ODD)
     run, mesh, state = made(make_run(folder, *words), folder, CPU)
-    digest, losses = "", list[float]()
-    for result in train(run, state, mesh, folder / "run"):
-        assert isinstance(result, StepResult)
-        losses.append(result.loss.item())
-        if result.step == 5:
-            digest = digest_of(state, run, mesh)
-        if result.step == 7:
-            break
-    state.loader.close()
+    losses, digest = cut_short(run, mesh, state, folder / "run")
     run, mesh, state = made(run, folder, CPU)
     restored = restore(state, run, mesh, folder / "run", lambda text: None)
     assert restored is not None
@@ -202,6 +254,25 @@ def test_a_save_is_resumed_with_all_errors(folder, name):
     dist.all_gather(both, errors)
     assert not torch.equal(*both)  # each has its own
     assert losses_of(run, mesh, state)[:2] == losses[5:7]
+
+
+@world(4)
+def test_a_save_of_shards_is_resumed_however_a_replica_is_cut(folder):
+    """Errors of workers and servers too: they are of whole weights, whoever has them."""
+    words = (*SMALL, *CASES["lamb"], "steps=8", "checkpoint.every=5", *ODD)
+    run, mesh, state = made(make_run(folder, *words, "plan.shard=2", "plan.zero=3"), folder, CPU)
+    losses, digest = cut_short(run, mesh, state, folder / "run")
+    for cut in (("plan.shard=2", "plan.zero=1"), ("plan.tp=2",), ("plan.pp=2", "plan.grad_accum=2")):
+        run, mesh, state = made(make_run(folder, *words, *cut), folder, CPU)
+        restored = restore(state, run, mesh, folder / "run", lambda text: None)
+        assert restored is not None
+        assert (restored.step, restored.state) == (5, digest) == (5, digest_of(state, run, mesh)), cut
+        ours = losses_of(run, mesh, state)[:2]
+        assert max(abs(a - b) / b for a, b in zip(ours, losses[5:], strict=True)) <= TOLERANCE, cut
+    run, mesh, state = made(make_run(folder, *words, "plan.replicate=4"), folder, CPU)
+    with pytest.raises(CorruptError, match="is of another run"):  # of two workers there are no errors of four
+        restore(state, run, mesh, folder / "run", lambda text: None)
+    state.loader.close()
 
 
 @world(2)

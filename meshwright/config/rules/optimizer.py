@@ -103,15 +103,13 @@ def _onebit(run: Run) -> Iterator[Problem]:
         return
     chosen, plain = f"optim.name = {spec.name}", "lamb" if spec.name == "onebit_lamb" else "adamw"
     other = f"or use optim.name = {plain}"
-    for axis in ("shard", "tp", "cp", "pp", "ep"):
-        if getattr(plan, axis) > 1:
+    for axis in ("cp", "ep"):
+        if getattr(plan, axis) > 1 and not plan.zero:
             what = (
-                f"{chosen} compresses whole weights of replicas, and plan.{axis} = {getattr(plan, axis)} cuts the model"
+                f"{chosen} has replicas that are whole, and plan.{axis} = {getattr(plan, axis)} with plan.zero = 0 "
+                "spreads each over the copies of the weights"
             )
-            yield Problem(what, f"use plan.{axis} = 1 and plan.replicate, {other}", f"plan.{axis}")
-    if plan.zero:
-        what = f"{chosen} keeps every state on every replica, and plan.zero = {plan.zero} shards them"
-        yield Problem(what, f"use plan.zero = 0, {other}", "plan.zero")
+            yield Problem(what, f"set plan.zero = 1, 2 or 3, {other}", f"plan.{axis}")
     if plan.parts > 1:
         what = f"{chosen} exchanges momenta by its own calendar, and plan.sync_every = {plan.sync_every} has another"
         yield Problem(what, f"use plan.sync_every = 1, {other}", "plan.sync_every")
@@ -127,11 +125,15 @@ def _onebit(run: Run) -> Iterator[Problem]:
 
 
 def nobody_to_tell(run: Run) -> Iterator[Problem]:
-    if run.compresses and run.plan.replicate == 1:
-        what = (
-            f"optim.name = {run.optim.name} compresses what replicas tell each other, and plan.replicate = 1 has none"
-        )
-        yield Problem(what, "set plan.replicate to 2 or more, or use another optimizer, such as adamw", "optim.name")
+    """One worker alone: shards are none, for each has a part of a sum of gradients and no momentum of its own."""
+    if not run.compresses or run.plan.replicate > 1:
+        return
+    what = f"optim.name = {run.optim.name} compresses what replicas tell each other, and plan.replicate = 1 has none"
+    remedy = "set plan.replicate to 2 or more, or use another optimizer, such as adamw"
+    if run.plan.shard > 1:
+        what += f": plan.shard = {run.plan.shard} sums gradients before there is a momentum"
+        remedy += ", whose gradients plan.grad_reduce rounds between shards"
+    yield Problem(what, remedy, "optim.name")
 
 
 def _noise_scale(run: Run) -> Iterator[Problem]:

@@ -58,3 +58,8 @@ def test_one_bit_is_worth_it_on_a_slow_network_alone():
     assert near["onebit_adam"] > near["adamw"]  # packing bits takes longer than NVLink
     assert far["onebit_adam"] < far["adamw"]
     assert waterfall(job("onebit_adam", "2x1xh100", 1.0, replicate=2)).get("replicate", 0.0) == 0
+    hybrid = {"replicate": 2, "shard": 8, "zero": 2}  # shards inside nodes, whose gradients are summed as ever
+    exact, signs = (waterfall(job(name, "2x8xh100", 10.0, **hybrid)) for name in names)
+    assert signs.get("replicate", 0.0) == 0
+    assert signs.get("shard", 0.0) == pytest.approx(exact.get("shard", 0.0))
+    assert signs["optimizer"] < exact["optimizer"] + exact["replicate"]

@@ -132,13 +132,23 @@ def test_the_search_offers_no_form_that_whole_tensors_have_not(name):
     assert not problems(asked(name, "8xh100"), found.plan)
 
 
+def test_a_search_proposes_replicas_for_optimizers_that_compress():
+    found = search(asked("onebit_adam", "8xh100"), top=5).found
+    assert found
+    assert all(each.plan.replicate > 1 and not problems(asked("onebit_adam", "8xh100"), each.plan) for each in found)
+
+
 def test_other_optimizers_are_priced_under_the_same_plan():
     plan = Plan(microbatch=1, shard=8, zero=3, precision="bf16")
     others = other_optimizers(asked("adamw", "8xh100"), plan)
     assert [each.change for each in others] == [f"optim.name adamw → {name}" for name in OPTIMIZERS if name != "adamw"]
     replicated = {f"optim.name adamw → {name}" for name, spec in OPTIMIZERS.items() if spec.compresses}
     assert all(each.fits and each.plan == plan for each in others if each.change not in replicated)
-    assert all("compresses whole weights" in each.problem for each in others if each.change in replicated)
+    assert all("sums gradients before there is" in each.problem for each in others if each.change in replicated)
+    hybrid = other_optimizers(
+        asked("adamw", "8xh100"), Plan(microbatch=1, replicate=2, shard=4, zero=3, precision="bf16")
+    )
+    assert all(each.fits and each.seconds for each in hybrid)
     hosted = other_optimizers(asked("adamw", "8xh100"), msgspec.structs.replace(plan, cpu_offload=True))
     refused = {each.change: each.problem for each in hosted if each.plan is None}
     assert set(refused) == {f"optim.name adamw → {name}" for name, spec in OPTIMIZERS.items() if spec.whole}

@@ -13,6 +13,7 @@ from meshwright.config.run import Run
 from meshwright.cost.job import Job
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
+from meshwright.spec.optimizers import description_of
 from meshwright.verify.collectives import Call
 from meshwright.verify.trace import DryRunStep, TraceReport, _calls, even, following, lines, stored, trace, traceable
 
@@ -40,6 +41,7 @@ def traced(*words: str, rank: int | None = None) -> TraceReport:
         sequence=run.sequence,
         master_weights=run.optim.master_weights,
         state_dtype=run.optim.state_dtype,
+        optimizer=description_of(run.optim),
         cluster=cluster("8xh100"),
         stack=stacks()["meshwright"],
     )
@@ -65,6 +67,7 @@ def traced(*words: str, rank: int | None = None) -> TraceReport:
         (*MOE, "plan.tp=2", "adapter.kind=lora"),
         (*MOE, "plan.shard=4", "plan.zero=3", "plan.ep=2", "adapter.kind=qlora", "arch.expert_ffn=128"),
         ("plan.shard=2", "plan.zero=1", "plan.deterministic=true"),
+        ("plan.replicate=2", "plan.shard=2", "plan.zero=3", "plan.tp=2", "optim.name=onebit_lamb"),
         ("plan.shard=2", "plan.zero=3", "plan.precision=bf16", "optim.master_weights=split"),
         (
             "plan.shard=2",

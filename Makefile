@@ -28,6 +28,10 @@ launchers: $(READY)
 	  $(JUDGES)/$$judge/bin/pip install --quiet --requirement tests/launchers/requirements/$$judge.txt || exit 1; \
 	done
 	! command -v npm > /dev/null || npm install --silent --prefix $(JUDGES)/hcl/npm @cdktf/hcl2json@0.21.0
+	! command -v npm > /dev/null || for cloud in aws-19.65.1 google-16.12.1; do \
+	  test -e $(JUDGES)/hcl/cdktf-provider-$$cloud.tgz || \
+	  npm pack --silent --pack-destination $(JUDGES)/hcl @cdktf/provider-$${cloud%-*}@$${cloud#*-} > /dev/null; \
+	done
 	{ command -v slurmctld && command -v mpirun; } > /dev/null || test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null || \
 	  { apt-get update && apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client munge openmpi-bin; }
 	$(BIN)/python -m pytest tests/launchers

@@ -12,7 +12,7 @@ import msgspec
 
 from meshwright.cli import env
 from meshwright.cli import options as words
-from meshwright.launch.job import Target
+from meshwright.launch.job import Target, name_problems
 from meshwright.runtime.files import printable
 from meshwright.spec.addresses import has_secret, is_address, without_secret
 from meshwright.spec.problem import InputError, mistake
@@ -150,6 +150,10 @@ def _array(options: argparse.Namespace) -> int:
         raise mistake("--store cannot be combined with --on", "leave it out: the tasks of an array share one cache")
     if options.part is not None:
         raise mistake("--part cannot be combined with --on", "leave it out: --parts says how many tasks there are")
+    found = [*name_problems({"--partition": options.partition}, options.time)]
+    found += slurm.partition_problems(options.partition, slurm.sinfo() or []) if options.partition else []
+    if found:
+        raise InputError(found)
     run = examined(options.words, None).run
     out = (options.out or Path("launch") / f"{run.name}-data").absolute()
     shape = (out, env.cache(), options.parts, options.workers or 1)
@@ -162,12 +166,14 @@ def _array(options: argparse.Namespace) -> int:
     if options.submit and (problems := submission_problems("slurm", made)):
         raise InputError(problems)
     files = written(out, run, made)
-    if options.submit:
-        submitted(made)
+    answer = submitted(made) if options.submit else ""
     record = {"files": [str(file) for file in files], "command": list(made.command), "submitted": options.submit}
+    record["answer"] = answer
     how = "submitted by" if options.submit else "start it by"
     lines = [f"{options.parts} tasks; all of them must see {env.cache()} (XDG_CACHE_HOME)"]
     words.show(options, record, [*lines, *(f"wrote {file}" for file in files), f"{how}: {shlex.join(made.command)}"])
+    if answer and not options.json:
+        print(answer)
     return 0
 
 

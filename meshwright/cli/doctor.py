@@ -81,6 +81,14 @@ def _together(here: Place, mine: RankFacts, folder: Path) -> tuple[list[RankFact
     store = open_store(here)
     name = fresh_name(store, here.rank, here.world, lambda: False) if here.is_agent else "doctor"
     talk = StoreTalk(store, name, here)
+    try:
+        return _heard(talk, here, mine, folder)
+    finally:
+        if here.rank == 0:  # also when a rank was not heard
+            (folder / TOKEN).unlink(missing_ok=True)
+
+
+def _heard(talk: "StoreTalk", here: Place, mine: RankFacts, folder: Path) -> tuple[list[RankFacts], list[LinkFacts]]:
     if here.rank == 0:
         replace_file(folder / TOKEN, (token := secrets.token_hex(32)).encode(), mode=0o600)
         talk.say("token", token)
@@ -98,7 +106,6 @@ def _together(here: Place, mine: RankFacts, folder: Path) -> tuple[list[RankFact
         if here.rank == 0:  # the store ends with this process
             for rank in range(here.world):
                 talk.hear("done", rank, bool)
-            (folder / TOKEN).unlink(missing_ok=True)
         return everyone, links
     finally:
         server.close()

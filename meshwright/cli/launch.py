@@ -1,16 +1,18 @@
 """`meshwright launch`: what starts a plan on a cluster, written or submitted; and one machine's ranks of several."""
 
 import argparse
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -61,6 +63,7 @@ MEANT = {
 OF_A_NODE = ("nodes", "master", "stop_is_done", "inject")
 OF_FILES = ("on", "submit", "out", "cluster", "cpu", "shared", *READ_FOR)  # which `--node-rank` writes none of
 PORTS = 2**16
+STARTERS = ("mpi", "ray")  # whose command is the run itself, from its first rank to its end
 BY_HAND = {
     "torchrun": "start the script on every machine, with its number",
     "terraform": "run terraform apply yourself: it costs money",
@@ -132,11 +135,11 @@ def launch(options: argparse.Namespace) -> int:
     if problems:
         raise InputError(problems)
     files = written(job.out, run=job.run, made=made)
-    if options.submit:
-        submitted(made)
+    starts = options.submit and options.on in STARTERS
+    answer = submitted(made) if options.submit and not starts else ""
     record = {
         "on": options.on, "files": [str(file) for file in files], "command": list(made.command),
-        "submitted": options.submit, "nodes": job.nodes, "ranks_per_node": job.per_node,
+        "submitted": options.submit, "answer": answer, "nodes": job.nodes, "ranks_per_node": job.per_node,
         "save_seconds": job.save_seconds, "folder": str(job.folder),
     }  # fmt: skip
     lines = [
@@ -145,8 +148,11 @@ def launch(options: argparse.Namespace) -> int:
     ]
     lines += [f"wrote {file}" for file in files]
     lines += [f"note: {made.note}"] if made.note else []
-    lines.append(f"{'submitted by' if options.submit else 'start it by'}: {shlex.join(made.command)}")
+    how = "starting" if starts else "submitted by" if options.submit else "start it by"
+    lines += [f"{how}: {shlex.join(made.command)}", *([answer] if answer else [])]
     words.show(options, record, lines)
+    if starts:
+        become(made.command, leaves_output=options.json)
     return Exit.DONE
 
 
@@ -242,8 +248,9 @@ def submission_problems(target: str, made: Launch) -> list[Problem]:
     """Why the job cannot be handed in from here."""
     if target in BY_HAND:
         return [Problem(f"--submit does not start --on {target}", BY_HAND[target])]
-    program = made.command[0] if target != "mpi" else "mpirun"
-    if shutil.which(program) is None:
+    program = {"mpi": "mpirun", "ray": "ray"}.get(target, made.command[0])
+    is_here = find_spec(program) if target == "ray" else shutil.which(program)
+    if is_here is None:
         return [Problem(f"there is no {program} here to submit with", "leave --submit out, and copy the files there")]
     return []
 
@@ -258,15 +265,23 @@ def written(out: Path, run: Run, made: Launch) -> list[Path]:
     return [out / RUN_FILE, *(out / file.name for file in made.files)]
 
 
-def submitted(made: Launch) -> None:
-    """Have the scheduler look at it first, then hand it in. No shell is in between."""
+def submitted(made: Launch) -> str:
+    """Have the scheduler look at it first, then hand it in, and return what it says. No shell is in between."""
+    done = None
     for command in (*made.checks, made.command):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
             raise mistake(f"{shlex.join(command)} was refused: {said}", "change what it names, and launch again")
-        if command is made.command and done.stdout.strip():
-            print(done.stdout.strip(), flush=True)
+    return done.stdout.strip() if done else ""
+
+
+def become(command: Sequence[str], leaves_output: bool) -> NoReturn:
+    """Be the program that runs the ranks: signals, exit code and terminal are its own."""
+    sys.stdout.flush()
+    if leaves_output:  # which ends with the answer for a program
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    os.execv(command[0], list(command))
 
 
 def _start(options: argparse.Namespace) -> int:

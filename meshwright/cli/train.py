@@ -5,6 +5,7 @@ import shlex
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from meshwright.runtime.files import printable, teller
 from meshwright.runtime.place import ALONE, Place, RankSpec
 from meshwright.runtime.records import Summary
 from meshwright.spec.params import count
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import InputError, Problem, mistake
 from meshwright.spec.units import GIB, plural
 
 if TYPE_CHECKING:
@@ -69,7 +70,10 @@ def train_on_machine(options: argparse.Namespace, place: "NodePlace", ranks: int
 
 def _until_asked(work: Callable[[], int], options: argparse.Namespace, rank: int | None = None) -> int:
     """Do it, unless SIGTERM comes before there is a rank that can save, or a launcher that has ranks to tell."""
-    before = signal.signal(signal.SIGTERM, _end_early)
+    if threading.current_thread() is not threading.main_thread():  # as Ray's TorchTrainer calls a function
+        what = "training listens for signals, and only the main thread of a process can"
+        raise mistake(what, "start it as a process of its own: python -m meshwright train …")
+    before = {number: signal.signal(number, _end_early) for number in failure.ASKS}
     try:
         return work()
     except EarlyEnd:
@@ -80,7 +84,8 @@ def _until_asked(work: Callable[[], int], options: argparse.Namespace, rank: int
             _tell_program(Failure(kind="stopped", code=Exit.PREEMPTED, what=what), Exit.PREEMPTED)
         return Exit.PREEMPTED
     finally:  # who runs the verb in a process of their own goes on with theirs
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 class EarlyEnd(BaseException):
@@ -401,7 +406,8 @@ def _tell_end(code: int, run: Run, folder: Path, options: argparse.Namespace) ->
         _tell(folders.read_summary(folder), run, options)
         return
     if code in (Exit.PREEMPTED, Exit.INTERRUPTED) and (step := newest_step(folder)) >= 0:
-        how = "stopped by SIGTERM" if code == Exit.PREEMPTED else f"stopped by the file {folders.STOP}"
+        by_person = f"stopped by the file {folders.STOP}" if (folder / folders.STOP).exists() else "interrupted"
+        how = "stopped by SIGTERM" if code == Exit.PREEMPTED else by_person
         _teller(options.json)(f"{how}, checkpoint saved at step {step}: run the same command again to resume")
     if options.json:
         _tell_program(next((own for own in failure.read(folder) if own.rank == 0), None), code)

@@ -276,15 +276,21 @@ def require_names(job: LaunchJob) -> None:
     given = {"--partition": said.partition, "--account": said.account, "--image": said.image}
     given |= {"--namespace": said.namespace, "--volume": said.volume}
     given |= {f"--hosts {host!r}": host for host in said.hosts}
-    found = [
-        Problem(f"{flag} = {text!r} is not a name", "use letters, digits, - _ . , : / and @")
-        for flag, text in given.items()
-        if text and not NAME.fullmatch(text)
-    ]
-    if not TIME.fullmatch(said.time):
-        found.append(Problem(f"--time {said.time!r} is not a time", "write minutes, HH:MM:SS or D-HH:MM:SS"))
+    found = [*name_problems(given, said.time)]
+    if len(said.hosts) > job.nodes or len({*said.hosts}) < len(said.hosts):
+        what = f"--hosts names {plural(len(said.hosts), 'machine')}, and the plan is on {job.nodes}"
+        found.append(Problem(what, f"name {plural(job.nodes, 'machine')}, each once"))
     if found:
         raise InputError(found)
+
+
+def name_problems(given: Mapping[str, str], time: str) -> Iterator[Problem]:
+    """Words that are no names, by their flags, and a time that is none."""
+    for flag, text in given.items():
+        if text and not NAME.fullmatch(text):
+            yield Problem(f"{flag} = {text!r} is not a name", "use letters, digits, - _ . , : / and @")
+    if not TIME.fullmatch(time):
+        yield Problem(f"--time {time!r} is not a time", "write minutes, HH:MM:SS or D-HH:MM:SS")
 
 
 def mounted(job: LaunchJob, alone: str = "pods", volume: str = "CLAIM:/PATH, a ReadWriteMany claim") -> tuple[str, str]:

@@ -127,12 +127,12 @@ def start(
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         asked.append(number)
-        _signal(ranks, signal.Signals(number))
+        _signal(ranks, _request(asked))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)
     while True:
-        code = _attempt(command, place, environment, grace_seconds, ranks, asked)
+        code = as_asked(_attempt(command, place, environment, grace_seconds, ranks, asked), asked)
         if restarts is None:
             return code
         if asked or not restarts.after(code):
@@ -157,14 +157,25 @@ def _attempt(
             # A session of its own: Ctrl-C in a terminal reaches this process, which passes it on once.
             ranks.append(subprocess.Popen(command, env=own, start_new_session=True, preexec_fn=die_with_parent))
             if asked:  # as this one was made: whoever passed it on did not know of it
-                _signal(ranks[-1:], signal.Signals(asked[-1]))
+                _signal(ranks[-1:], _request(asked))
         if not ranks:
-            return Exit.INTERRUPTED if signal.SIGINT in asked else Exit.PREEMPTED
+            return Exit.PREEMPTED
         return exit_code(_wait(ranks, grace_seconds))
     finally:
         _signal(ranks, signal.SIGKILL)
         for rank in ranks:
             rank.wait()
+
+
+def as_asked(code: int, asked: Sequence[int]) -> int:
+    """The exit code of who was asked to end: a person is no scheduler, and nobody is to start the run again."""
+    ended = code in (Exit.PREEMPTED, Exit.RESUMABLE)
+    return Exit.INTERRUPTED if ended and signal.SIGINT in asked else code
+
+
+def _request(asked: Sequence[int]) -> signal.Signals:
+    """What ranks are sent, who may ignore interrupts as their parents did; a second one does not wait for a save."""
+    return signal.SIGKILL if asked.count(signal.SIGINT) > 1 else signal.SIGTERM
 
 
 def exit_code(codes: Sequence[int]) -> int:

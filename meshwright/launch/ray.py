@@ -10,13 +10,15 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from meshwright.launch.job import Launch, LaunchFile, LaunchJob
-from meshwright.launch.node import FALL_SECONDS, NodePlace, exit_code
+from meshwright.launch.node import FALL_SECONDS, NodePlace, as_asked, exit_code
+from meshwright.runtime.failure import Exit
 from meshwright.runtime.ranks import die_with_parent
 
 PLACE_SECONDS = 600.0  # until a cluster has the machines
@@ -118,18 +120,19 @@ def _run(job: RayJob, group: Any) -> int:
     address, port = ray.get(actors[0].address.remote())
     places = [NodePlace(node, job.nodes, job.per_node, address, port) for node in range(job.nodes)]
     asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: asked.append(number))
     ray.get(
         [
             actor.start.remote(job.command, job.where, places[rank // job.per_node].environment(rank % job.per_node))
             for rank, actor in enumerate(actors)
         ]
     )
-    return exit_code(_wait(job, actors, asked))
+    return as_asked(exit_code(_wait(job, actors, asked)), asked)
 
 
 def _wait(job: RayJob, actors: list[Any], asked: list[int]) -> list[int]:
-    """Exit codes of all; an actor that is gone was killed, and a request to end is passed on once."""
+    """Exit codes of all; an actor that is gone was killed. A request to end is passed on once, a second Ctrl-C ends."""
     ray, told, deadline = _ray(), False, math.inf
     codes: list[int | None] = [None] * len(actors)
     while None in codes and time.monotonic() < deadline:
@@ -143,11 +146,22 @@ def _wait(job: RayJob, actors: list[Any], asked: list[int]) -> list[int]:
             told, deadline = True, time.monotonic() + job.save_seconds
             for actor in actors:
                 actor.stop.remote()
+        if asked.count(signal.SIGINT) > 1:
+            break
         if any(codes) and deadline == math.inf:
             deadline = time.monotonic() + FALL_SECONDS  # the others leave by themselves
         time.sleep(LOOK_SECONDS)
     return [-signal.SIGKILL if code is None else code for code in codes]
 
 
+def require_ray() -> None:
+    """The driver is run by an interpreter that has Ray."""
+    if find_spec("ray") is None:
+        remedy = "run: pip install ray, or start it by a Python that has both"
+        print(f"{sys.executable} has no Ray; {remedy}", file=sys.stderr)
+        sys.exit(Exit.INPUT)
+
+
 if __name__ == "__main__":
+    require_ray()
     sys.exit(drive(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=RayJob)))

@@ -21,7 +21,7 @@ def launch(job: LaunchJob) -> Launch:
     file = str(job.out / "task.yaml")
     return Launch(
         files=(LaunchFile(name="task.yaml", text=yaml(task(job))),),
-        command=("sky", "jobs", "launch", "--yes", file),
+        command=("sky", "jobs", "launch", "--yes", "--detach-run", file),  # else it shows the log until the job ends
     )
 
 

@@ -176,19 +176,23 @@ def script(job: LaunchJob, command: str) -> str:
 
 def problems(job: LaunchJob) -> Iterator[Problem]:
     """What this cluster's own words refuse; nothing where there is no Slurm to ask."""
-    lines = sinfo()
-    if lines is None:
-        return
-    names = sorted({name for name, _ in lines})
-    wanted = job.target.partition
-    if wanted and not set(wanted.split(",")) <= set(names):
-        yield Problem(f"there is no partition {wanted}", f"use one of {', '.join(names)} (sinfo lists them)")
+    lines, wanted = sinfo() or [], job.target.partition
+    found = [*partition_problems(wanted, lines)]
+    yield from found
+    if found or not lines:
         return
     here = [gres for name, gres in lines if not wanted or name in wanted.split(",")]
     most = max((gpus_of(gres) for gres in here), default=0)
     if job.gpus > most:
         what = f"{job.gpus} GPUs of a machine are asked for, and {wanted or 'this Slurm'} has machines of {most}"
         yield Problem(what, "use --ranks-per-node, another --partition, or --cpu to train on CPUs")
+
+
+def partition_problems(wanted: str, lines: list[tuple[str, str]]) -> Iterator[Problem]:
+    """A partition that this cluster does not have; `lines` are its own words."""
+    names = sorted({name for name, _ in lines})
+    if wanted and names and not set(wanted.split(",")) <= set(names):
+        yield Problem(f"there is no partition {wanted}", f"use one of {', '.join(names)} (sinfo lists them)")
 
 
 def sinfo() -> list[tuple[str, str]] | None:

@@ -74,6 +74,8 @@ KINDS: dict[int, Kind] = {  # by a rank's exit code
     Exit.NOT_FINITE: "not-finite",
     Exit.HARDWARE: "replicas",
 }
+# What asks a rank to save and end. mpirun passes the second on at once, and SIGTERM after a long sleep.
+ASKS = (signal.SIGTERM, signal.SIGUSR2)
 AGAIN = "run the same command again to resume from the newest checkpoint"
 STATES = {"T": "state T (stopped)", "t": "state t (traced)", "Z": "state Z (gone)"}
 LIKELY = {

@@ -1,10 +1,12 @@
-"""Writing files: atomically; what cannot be written is a mistake before the work, and no reason to end it later."""
+"""Writing: atomically; what cannot be written is a mistake before the work, and no reason to end it later."""
 
 import fcntl
 import os
+import queue
 import re
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +23,9 @@ STEERING = re.compile(
 )
 
 YOUNG_SECONDS = 60.0  # in which whoever makes a folder has it held
+PATIENCE = 1.0  # seconds that one word may hold up a step; a rank that does not move for five is taken for hung
+LAST_SECONDS = 10.0  # that the last words are given
+MOST_WAITING = 10_000  # lines; what comes then is not said, and the records have it
 
 
 @contextmanager
@@ -132,3 +137,48 @@ def forsake(stream: TextIO) -> None:
         number, nowhere = stream.fileno(), os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, number)
         os.close(nowhere)
+
+
+class Speaker:
+    """Speaks on a thread of its own, and waits for that only while somebody reads.
+
+    A reader may stand still: a terminal after Ctrl-S, a pager, an mpirun that was told to end. None of them stops the
+    training; and what a rank has said before it is killed is there.
+    """
+
+    def __init__(self, stream: TextIO, unheard: bool = False) -> None:
+        self.stream = stream
+        self.unheard = unheard  # nobody is to hear it, a reader has left, or a disk is full
+        self.words = queue.SimpleQueue[tuple[Callable[[], object], threading.Event]]()
+        self.last = threading.Event()
+        self.last.set()
+        self.thread: threading.Thread | None = None
+
+    def say(self, speak: Callable[[], object], seconds: float = PATIENCE) -> None:
+        """Have it said; who is behind with the words before is not waited for again."""
+        is_behind = not self.last.is_set()
+        if self.unheard or (is_behind and self.words.qsize() > MOST_WAITING):
+            return
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._serve, name="speaker", daemon=True)
+            self.thread.start()
+        self.last = threading.Event()
+        self.words.put((speak, self.last))
+        if not is_behind:
+            self.last.wait(seconds)
+
+    def close(self) -> None:
+        """Give the last words a while."""
+        if not self.last.wait(LAST_SECONDS):
+            self.unheard = True
+
+    def _serve(self) -> None:
+        while True:
+            speak, done = self.words.get()
+            if not self.unheard:
+                try:
+                    speak()
+                except OSError:  # ends the telling and not the training
+                    self.unheard = True
+                    forsake(self.stream)
+            done.set()

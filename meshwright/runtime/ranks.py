@@ -234,6 +234,11 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
+def end_with_parent() -> None:
+    """The same for a process that has others to end first."""
+    ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
 def defaults(ranks: int) -> dict[str, str]:
     """What a rank's environment has unless the user's own says otherwise: its share of the cores, loopback only."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"

@@ -19,7 +19,7 @@ import msgspec
 
 from meshwright.config.run import Run
 from meshwright.runtime import failure, heartbeat, run_folder
-from meshwright.runtime.failure import Failure, is_broken
+from meshwright.runtime.failure import ASKS, Failure, is_broken
 from meshwright.runtime.heartbeat import Hang, HangDetector, HeartbeatReader, RankStatus
 from meshwright.runtime.nodes import LOST_SECONDS, MOST_TEXT, Lost, Node, Nodes
 from meshwright.runtime.place import Place
@@ -204,6 +204,6 @@ def _leave(post: SidecarSpec, pulse: HeartbeatReader, report: Failure) -> Failur
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for asks in (signal.SIGINT, *ASKS):  # the ranks, of whose process group this may be
+        signal.signal(asks, signal.SIG_IGN)
     watch(msgspec.json.decode(sys.argv[1], type=SidecarSpec), sys.stdin.fileno())

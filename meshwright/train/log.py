@@ -26,7 +26,7 @@ from meshwright.cost.flops import causal_step_flops, step_flops, utilization
 from meshwright.hardware.cluster import peak_flops_per_second
 from meshwright.parallel.device import DeviceTimeline, Moment, moment
 from meshwright.parallel.mesh import Mesh
-from meshwright.runtime.files import forsake
+from meshwright.runtime.files import Speaker
 from meshwright.runtime.records import (
     AttemptRecord,
     CommandRecord,
@@ -142,7 +142,7 @@ class PlainLines:
     def __init__(self, stream: TextIO, every: int, unheard: bool = False) -> None:
         self.stream = stream
         self.every = every
-        self.unheard = unheard
+        self.speaker = Speaker(stream, unheard)
         self.pace: float | None = None  # seconds per step; the first one pays for warming up and does not count
         self.seen = 0
 
@@ -162,16 +162,11 @@ class PlainLines:
 
     def close(self) -> None:
         self._tell(self.stream.flush)
+        self.speaker.close()
 
     def _tell(self, speak: Callable[[], None]) -> None:
-        """A reader that has left, or a disk that is full, ends the telling and not the training."""
-        if self.unheard:
-            return
-        try:
-            speak()
-        except OSError:
-            self.unheard = True
-            forsake(self.stream)
+        """A reader that has left or stands still, or a disk that is full, ends the telling and not the training."""
+        self.speaker.say(speak)
 
 
 class LiveBar(PlainLines):

@@ -19,6 +19,7 @@ from meshwright.parallel import compile, deterministic, precision
 from meshwright.parallel.device import Moment, moment
 from meshwright.parallel.expert import update_load_bias
 from meshwright.parallel.mesh import Mesh
+from meshwright.runtime.failure import ASKS
 from meshwright.runtime.run_folder import STOP, FolderWatch
 from meshwright.train import dpo
 from meshwright.train.noise_scale import GradientNoise
@@ -36,6 +37,7 @@ class Stop:
         self.signalled = False
         self.folder = folder  # one rank looks for all
         self.looked = 0.0
+        self.interrupts = 0
         self.saved = True  # what was done until the end is on the disk
 
     @property
@@ -57,12 +59,18 @@ class Stop:
             self.folder.require()
 
     def listen(self) -> "Stop":
-        """Let SIGTERM ask. A second one asks the same: a save that has begun is never cut short."""
-        signal.signal(signal.SIGTERM, self._hear)
+        """Let signals ask. A second one asks the same, for a save that has begun is not cut short, but by Ctrl-C."""
+        for number in ASKS:
+            signal.signal(number, self._hear)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # whose launcher does not hear it for all
+            signal.signal(signal.SIGINT, self._hear)
         return self
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.signalled = True
+        self.interrupts += number == signal.SIGINT
+        if self.interrupts > 1:
+            raise KeyboardInterrupt
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
         summary = run_rank(run, order, view, heart, stop, start)
     except StoppedError:
         heart.leave()
-        return Exit.PREEMPTED  # no step was begun: there is nothing to save
+        return Exit.INTERRUPTED if stop.interrupts else Exit.PREEMPTED  # no step was begun: there is nothing to save
     except Exception as error:
         _say(error, order)
         step = heart.step if heart.restored >= 0 else -1
@@ -133,11 +133,12 @@ def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
 
 
 def _stopped(order: RankSpec, stop: Stop) -> int:
-    """How a rank ends that was asked to. A person's file is no scheduler's signal: nobody is to start the run again."""
+    """How a rank ends that was asked to. A person is no scheduler's signal: nobody is to start the run again."""
     if not stop.saved:
         return Exit.RESUMABLE  # a save that failed lost steps, not the run
     is_ours = order.place.launcher == "meshwright"  # whose supervisor looks for the file itself
-    return Exit.INTERRUPTED if not is_ours and (Path(order.folder) / STOP).exists() else Exit.PREEMPTED
+    by_person = stop.interrupts > 0 or (not is_ours and (Path(order.folder) / STOP).exists())
+    return Exit.INTERRUPTED if by_person else Exit.PREEMPTED
 
 
 def _say(error: Exception, order: RankSpec) -> None:

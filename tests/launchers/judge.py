@@ -9,6 +9,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[1] / "build" / "launchers"  # made by `make launchers`
+PROVIDERS = {"aws": "cdktf-provider-aws-19.65.1.tgz", "gcp": "cdktf-provider-google-16.12.1.tgz"}  # of 5.99 and 6.50
 CRD = ENVIRONMENTS / "volcano" / "jobs.yaml"  # Volcano's own, Apache-2.0: config/crd/volcano/bases of its repository
 
 PROGRAMS = {
@@ -22,6 +23,11 @@ def python(name: str) -> Path:
     return ENVIRONMENTS / name / "bin" / "python"
 
 
+def provider(cloud: str) -> Path:
+    """Typed bindings of a cloud's Terraform provider."""
+    return ENVIRONMENTS / "hcl" / PROVIDERS[cloud]
+
+
 def needs(*names: str) -> pytest.MarkDecorator:
     """Skip, saying which judge is not here; the suite's last lines name them."""
     absent = [name for name in names if not is_here(name)]
@@ -32,6 +38,7 @@ def is_here(name: str) -> bool:
     if name in PROGRAMS:
         return all(shutil.which(program) for program in PROGRAMS[name])
     files = {"volcano": CRD, "hcl": ENVIRONMENTS / "hcl" / "npm" / "node_modules" / "@cdktf" / "hcl2json"}
+    files |= {cloud: provider(cloud) for cloud in PROVIDERS}
     return files.get(name, python(name)).exists()
 
 

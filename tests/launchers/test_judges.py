@@ -9,6 +9,7 @@ import sys
 import judge
 import pytest
 from commands import environment, meshwright, write_text
+from judges import bindings
 
 from meshwright.cli.main import main
 
@@ -68,6 +69,30 @@ def test_terraform_is_terraform(tmp_path, cloud, machine, capsys):
     kind, key = {"aws": ("aws_instance", "instance_type"), "gcp": ("google_compute_instance", "machine_type")}[cloud]
     (node,) = judge.hcl(file)["resource"][kind]["node"]
     assert (node["count"], node[key]) == (2, machine)
+
+
+@pytest.mark.parametrize("cloud", [pytest.param(cloud, marks=judge.needs("hcl", cloud)) for cloud in ("aws", "gcp")])
+def test_the_clouds_own_provider_has_every_resource_key_and_reference(tmp_path, cloud, capsys):
+    file = launch(tmp_path, "--on", "terraform", "--cloud", cloud) / "main.tf"
+    text, package = file.read_text(), judge.provider(cloud)
+    assert list(bindings.problems(judge.hcl(file), package)) == []
+    resource, key, referred = {
+        "aws": ("aws_placement_group", "strategy", "aws_instance.node[*].private_ip"),
+        "gcp": ("google_filestore_instance", "tier", "google_compute_instance.node[*].network_interface"),
+    }[cloud]
+    for wrong, becomes, told in [  # the judge can refuse
+        (f'"{resource}"', f'"{resource}s"', f"{resource}s: the provider has no such resource"),
+        (f"  {key} ", f"  {key}s ", f"has no {key}s"),
+        (f"  {key} ", f"  # {key} ", f"{key} is missing"),
+        (referred, f"{referred}s", f"{referred.rpartition('.')[2]}s"),
+        (referred, referred.replace("node", "nodes"), "there is no"),
+        ("var.region", "var.regions", "no variable regions"),
+        ("count ", "counts ", "has no counts"),
+        ("= 200", '= "a lot"', "is no number"),
+    ]:
+        assert wrong in text
+        file.write_text(text.replace(wrong, becomes))
+        assert told in "; ".join(bindings.problems(judge.hcl(file), package)), becomes
 
 
 @judge.needs("terraform")

@@ -1,7 +1,6 @@
 """Our own start of one machine of several, and Ray's: the same run, and exit codes that reach whoever started it."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -91,32 +90,40 @@ def test_a_machine_that_waits_for_another_heeds_a_signal_and_leaves_nothing(user
 
 
 @judge.needs("ray")
-def test_ray_places_an_actor_for_each_rank_and_ends_with_their_code(user):
+def test_ray_places_an_actor_for_each_rank_passes_ctrl_c_on_and_ends_with_their_code(user):
     """Two machines of Ray's on this one; the driver's interpreter has Ray, the ranks' has torch."""
-    out = user / "ray"
-    done = meshwright(
-        "launch", *RUN, "--on", "ray", "--cpu", "--ranks-per-node", "1", "--cpus", "1", "--folder", "rayed", "--shared",
-        "--out", str(out), "--json", folder=user,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    file = json.loads(done.stdout)["command"][-1]
+    files = []
+    for steps, name in ((100_000, "interrupted"), (3, "rayed")):
+        done = meshwright(
+            "launch", *RUN, f"steps={steps}", "--on", "ray", "--cpu", "--ranks-per-node", "1", "--cpus", "1",
+            "--folder", name, "--shared", "--out", str(user / f"ray-{name}"), "--json", folder=user,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        files.append(json.loads(done.stdout)["command"][-1])
     driver = (
-        "import sys; from ray.cluster_utils import Cluster\n"
+        "import os, signal, sys, threading, time; from ray.cluster_utils import Cluster\n"
         "cluster = Cluster(); [cluster.add_node(num_cpus=1) for _ in range(2)]\n"
-        "import ray; ray.init(address=cluster.address)\n"
-        "import msgspec; from meshwright.launch.ray import RayJob, drive\n"
-        "code = drive(msgspec.json.decode(open(sys.argv[1], 'rb').read(), type=RayJob))\n"
-        "cluster.shutdown(); sys.exit(code)\n"
+        "import msgspec, ray; from meshwright.launch.ray import RayJob, drive\n"
+        "def interrupt():\n"
+        "    while not os.path.exists(sys.argv[1]): time.sleep(0.1)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "threading.Thread(target=interrupt, daemon=True).start()\n"
+        "codes = []\n"
+        "for file in sys.argv[2:]:\n"
+        "    ray.init(address=cluster.address)\n"
+        "    codes.append(drive(msgspec.json.decode(open(file, 'rb').read(), type=RayJob)))\n"
+        "cluster.shutdown(); print('codes', list(map(int, codes)))\n"
     )
     # On a crowded machine Ray's own servers take longer to start than it waits for them by itself.
     patient = {"RAY_raylet_start_wait_time_s": "240", "RAY_gcs_server_request_timeout_seconds": "240"}
     around = environment(user, PYTHONPATH=str(judge.HERE.parents[1]), RAY_USAGE_STATS_ENABLED="0", **patient)
-    command = [judge.python("ray"), "-c", driver, file]
+    command = [judge.python("ray"), "-c", driver, user / "interrupted" / "steps.rank0.jsonl", *files]
     ended = subprocess.run(command, env=around, capture_output=True, text=True, timeout=GIVEN_UP, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "codes [130, 0]" in ended.stdout, ended.stdout + ended.stderr
+    assert list((user / "interrupted" / "checkpoints").glob("step-*"))
     assert "done: 3 steps" in ended.stdout
     assert (user / "rayed" / "summary.json").exists()
-    assert os.access(out / "ray.json", os.R_OK)
 
 
 def test_a_signal_while_ranks_are_started_reaches_those_that_it_could_not_know(tmp_path):

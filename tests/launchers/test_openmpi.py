@@ -54,7 +54,7 @@ def test_two_jobs_of_one_machine_do_not_meet_and_a_request_to_end_is_given_the_t
     assert "done: 3 steps" in said(user, "second")
     wait_for(user, "first", r"^step 5/")
     first.send_signal(signal.SIGTERM)
-    first.wait(GIVEN_UP)
+    assert first.wait(GIVEN_UP) == 10
     assert "stopped by SIGTERM, checkpoint saved at step" in said(user, "first"), said(user, "first")
     assert "\x1b" not in said(user, "first") + said(user, "second")  # mpirun's terminals are logs
 

@@ -6,6 +6,7 @@ import resource
 import signal
 import sys
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -51,6 +52,12 @@ def test_a_restart_of_a_fresh_run_goes_on(finished, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert main.main(["train", *WORDS, "--folder", "run", "--fresh"]) == 0
     assert not (finished / "run.1").exists()
+
+
+def test_a_thread_is_told_that_training_is_a_process_of_its_own(capsys):
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(main.main, ["train", "steps=1"]).result() == 2
+    assert "only the main thread of a process can; start it as a process of its own" in capsys.readouterr().err
 
 
 def test_a_rank_that_torchrun_starts_again_after_a_stop_file_ends_at_once(finished, monkeypatch, capsys):

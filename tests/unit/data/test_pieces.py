@@ -226,6 +226,8 @@ def test_an_array_makes_all_parts(capsys):
         ("show --submit", "--submit is for `data prepare --on`"),
         ("prepare --submit", "--submit is for `data prepare --on`"),
         ("prepare --sample 3", "--sample is for `data show`"),
+        ("prepare --on slurm --partition a;b", "--partition = 'a;b' is not a name"),
+        ("prepare --on slurm --time soon", "--time 'soon' is not a time"),
         ("prepare --on datatrove --partition a", "--partition is for --on slurm"),
     ],
 )

@@ -123,6 +123,11 @@ def test_every_remedy_of_a_layout_is_one():
         (["--cluster", "2x8xh100", "--on", "volcano", "--volume", "c:/shared"], "is not on the volume c"),
         (["--cluster", "2x8xh100", "--on", "kubernetes", "--kind", "pod"], "--kind pod is not known; use one of"),
         (["--cluster", "2x8xh100", "--on", "mpi", "--hosts", "a"], "2 machines are needed, and 1 are named"),
+        (
+            ["--cluster", "2x8xh100", "--on", "torchrun", "--hosts", "a,b,c"],
+            "--hosts names 3 machines, and the plan",
+        ),
+        (["--cluster", "2x8xh100", "--on", "mpi", "--hosts", "a,a"], "name 2 machines, each once"),
         (["--cluster", "2x8xmi300x", "--on", "terraform"], "aws's machine with mi300x is not known"),
         (
             ["--cluster", "2x8xh100", "--on", "torchrun", "--shared", "--submit"],

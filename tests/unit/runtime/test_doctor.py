@@ -4,10 +4,13 @@ from ipaddress import ip_address
 
 import msgspec
 import pytest
+from torch.distributed import HashStore
 
+from meshwright.cli.doctor import TOKEN
 from meshwright.cli.main import main
 from meshwright.runtime.doctor import Interface, LinkFacts, NetworkAdapter, RankFacts, disk_speed, findings, look
 from meshwright.runtime.links import LinkServer, call, interface_towards, interfaces, rounds
+from meshwright.spec.problem import mistake
 from meshwright.spec.units import GIB
 
 FINE = RankFacts(
@@ -143,6 +146,19 @@ def test_the_verb_leaves_nothing_and_makes_no_folder(tmp_path, monkeypatch, caps
     seen = msgspec.json.decode(capsys.readouterr().out)["ranks"][0]
     assert seen["folder"] == str(tmp_path / folder)
     assert seen["disk"] > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_secret_is_left_when_a_rank_is_not_heard(tmp_path, monkeypatch):
+    def nobody(*_):
+        assert (tmp_path / TOKEN).exists()
+        raise mistake("rank 1 said nothing within 30 s", "see why it did not start")
+
+    monkeypatch.setattr("meshwright.train.world.open_store", lambda place: HashStore())
+    monkeypatch.setattr("meshwright.cli.doctor.StoreTalk.hear", nobody)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor", "--folder", str(tmp_path)]) == 2
     assert not list(tmp_path.iterdir())
 
 

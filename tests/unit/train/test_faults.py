@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from meshwright.runtime.failure import Failure, FailureError
+from meshwright.runtime.failure import ASKS, Failure, FailureError
 from meshwright.runtime.heartbeat import PHASES
 from meshwright.runtime.place import RankSpec
 from meshwright.spec.problem import InputError, Problem
@@ -165,5 +165,28 @@ def test_sigterm_is_heard_and_a_second_one_changes_nothing():
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         assert stop.asked
+        assert stop.interrupts == 0
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_an_interrupt_asks_for_a_save_and_a_second_one_does_not_wait_for_it():
+    numbers = (signal.SIGINT, *ASKS)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ours = Stop().listen()
+        signal.raise_signal(signal.SIGINT)  # our own launcher hears it for its ranks, which ignore it
+        assert not ours.asked
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        stop = Stop().listen()
+        signal.raise_signal(signal.SIGINT)
+        assert (stop.asked, stop.interrupts) == (True, 1)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        stop = Stop().listen()
+        signal.raise_signal(signal.SIGUSR2)  # as mpirun passes on at once
+        assert (stop.asked, stop.interrupts) == (True, 0)
+    finally:
+        for number in numbers:
+            signal.signal(number, before[number])

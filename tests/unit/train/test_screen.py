@@ -1,4 +1,6 @@
 import io
+import os
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -57,6 +59,27 @@ def test_the_time_left_is_told_in_plain_lines_from_the_second_step_on():
     assert "ETA" not in first
     assert second.endswith("ETA 3 min")
     assert third.endswith("ETA 3 min")  # 97 steps of 2 s: the first, which warmed up, does not count
+
+
+def test_a_reader_who_stands_still_holds_up_no_step():
+    """A terminal after Ctrl-S, a pager, an mpirun that sleeps: a pipe that is full. What was said meanwhile follows."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    with open(writer, "w") as stream:
+        view = PlainLines(stream, every=1)
+        for step in range(1, 31):
+            view.step(msgspec.structs.replace(RECORD, step=step), 30, None)  # waits for ever if it waits for the reader
+        assert not view.speaker.last.is_set()
+        heard = bytearray()
+        while heard.count(b"\n") < 30:
+            heard += os.read(reader, 65536)
+        view.close()
+    assert heard.decode().splitlines()[-1].startswith("step 30/30")
+    os.close(reader)
 
 
 @pytest.mark.parametrize(

@@ -347,13 +347,10 @@ class Rope(NamedTuple):
         fields: Fields = {}
         if self.local:
             fields["rope_local_theta"] = keys.number(self.local)
-            if isinstance(stated, dict) and isinstance(nested := stated.get("sliding_attention"), dict):
-                within = ConfigKeys(
-                    {"rope_theta": fields["rope_local_theta"]} | nested, prefix=f"{name}.sliding_attention."
-                )
-                fields["rope_local_theta"] = within.number("rope_theta")
+            if isinstance(stated, dict) and not stated.keys().isdisjoint(("sliding_attention", "full_attention")):
+                of_windows = stated.get("sliding_attention") or {}
+                fields["rope_local_theta"] = _unscaled_theta(keys, f"{name}.sliding_attention", of_windows, fields)
                 stated = stated.get("full_attention") or {}
-                keys.adopt(within)
         if not isinstance(stated, dict) or any(isinstance(value, dict) for value in stated.values()):
             keys.refuse(name, stated, "one flat object for all layers")
             return {}
@@ -405,6 +402,18 @@ class Rope(NamedTuple):
             of_layers = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
             return config | {"rope_parameters": of_layers}
         return config | ({self.local: local} if self.local else {})
+
+
+def _unscaled_theta(keys: ConfigKeys, name: str, stated: Any, found: Fields) -> float:
+    """The base that an object of layers with a window states, which may not scale it."""
+    if not isinstance(stated, dict):
+        keys.refuse(name, stated, "an object with rope_theta")
+        return 1.0
+    within = ConfigKeys({"rope_theta": found["rope_local_theta"]} | stated, prefix=f"{name}.")
+    within.choice("rope_type" if "rope_type" in stated else "type", {"default": "none"}, "default")
+    theta = within.number("rope_theta")
+    keys.adopt(within)
+    return theta
 
 
 def _scaling(rope: ConfigKeys, kind: str, context: int) -> Fields:

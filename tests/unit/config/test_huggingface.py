@@ -125,6 +125,10 @@ def test_older_files_of_qwen_say_in_which_layer_windows_begin():
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": SCALING}},
+            "sliding_attention.rope_type",
+        ),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, "quantization_config"),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),

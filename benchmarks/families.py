@@ -5,6 +5,7 @@ Then some of the plans again with several documents in a sequence, none of which
 python benchmarks/families.py [--ranks 2] [tiny-qwen3 …]      writes results/families/NAME.json
 python benchmarks/families.py --only compile tiny-qwen3      adds the compiled plans to its record
 python benchmarks/families.py --ranks 4 --piece 1/8 tiny-gpt-oss      the first of eight parts of NAME-4-ranks.json
+python benchmarks/families.py --ranks 4 --above 2 --piece 1/2 tiny-qwen3      of the plans that two ranks cannot run
 """
 
 import argparse
@@ -36,18 +37,23 @@ class Chosen:
 
     only: str  # a field that they have, or "documents": those of several documents
     without: str  # a field that they have not
+    above: int  # ranks that are too few for them
     piece: tuple[int, int]  # (2, 8): every eighth from the second on
 
     @property
     def is_part(self) -> bool:
         """Whether the record is added to, and not written anew."""
-        return bool(self.only) or self.piece[1] > 1
+        return bool(self.only or self.above) or self.piece[1] > 1
 
     def of(self, plans: Sequence[str], masked: bool = False) -> Sequence[str]:
         """Those of a list; `masked` is that of several documents."""
         number, pieces = self.piece
         plans = [
-            plan for plan in plans if self.without not in (fields := prove.fields(plan)) and self._is_in(fields, masked)
+            plan
+            for plan in plans
+            if self.without not in (fields := prove.fields(plan))
+            and self._is_in(fields, masked)
+            and prove.world(plan) > self.above
         ]
         return plans[number - 1 :: pieces]
 
@@ -120,9 +126,10 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", default="", help="a field of plans to add, or documents: those of several documents")
     parser.add_argument("--without", default="", help="a field of plans to leave out: compile takes most of the time")
+    parser.add_argument("--above", type=int, default=0, help="plans of more ranks than these alone")
     parser.add_argument("--piece", type=of_pieces, default=(1, 1), help="2/8: every eighth plan from the second on")
     options = parser.parse_args()
-    chosen = Chosen(options.only, options.without, options.piece)
+    chosen = Chosen(options.only, options.without, options.above, options.piece)
     equal = [certify(name, options.ranks, chosen) for name in options.names]
     return 0 if all(equal) else 1
 

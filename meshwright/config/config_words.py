@@ -214,10 +214,13 @@ class Windows(NamedTuple):
     pattern: str = ""  # the key of it in older files
     switch: bool = False  # another key says whether the window is used
     first: str = ""  # in older files of these, the key of the first layer that has it
-    listed: bool = True  # a list says which layers have it; else all of them
+    listed: bool = True  # a list says which layers have it; else transformers computes it in all, whatever a list says
 
     def read(self, keys: ConfigKeys, found: Fields) -> Fields:
         window = keys.config.get("sliding_window") if keys.config.get("use_sliding_window") is not False else None
+        if isinstance(window, int) and window < 1:
+            keys.refuse("sliding_window", window, "a whole number above 0, or null for no window", wrong=True)
+            return NO_WINDOW
         # Layers with a window that hides nothing may still have a RoPE of their own.
         idle = (
             window is not None
@@ -227,7 +230,10 @@ class Windows(NamedTuple):
         if window is None or idle:
             return self._unless_listed(keys)
         every = keys.count(self.pattern) if self.pattern and self.pattern in keys.config else self.full_every
-        kinds = keys.config.get("layer_types") if self.listed else None
+        kinds = keys.config.get("layer_types")
+        if not self.listed and any(kind != "sliding_attention" for kind in _listed(kinds)):
+            keys.refuse("layer_types", kinds, "sliding_attention in every layer, which has a window in transformers")
+        kinds = kinds if self.listed else None
         if kinds is None and self.listed and keys.config.get("use_sliding_window"):
             kinds = self._unlisted(keys, found["layers"])
         if kinds is not None:
@@ -257,7 +263,9 @@ class Windows(NamedTuple):
         return NO_WINDOW
 
     def write(self, arch: Arch) -> dict[str, Any]:
-        config: dict[str, Any] = {"sliding_window": arch.window or None}
+        # Models with both kinds of layers make both masks, whether a layer has a window or none.
+        none = arch.context if self.full_every else None
+        config: dict[str, Any] = {"sliding_window": arch.window or none}
         config |= {"use_sliding_window": arch.window > 0} if self.switch else {}
         if self.full_every or self.pattern or (self.switch and self.listed and arch.window):
             windows = [arch.window_of(layer) for layer in range(arch.layers)]
@@ -331,6 +339,7 @@ class Rope(NamedTuple):
     local: str = ""  # the key of the base for layers with a window, which are not scaled
     kinds: tuple[str, ...] = ("linear", "llama3", "yarn")
     older: tuple[tuple[str, str], ...] = ()  # other names of kinds, and the ones that they have now
+    aloud: bool = False  # no scaling is written as a kind of its own: transformers assumes one where none is stated
 
     def read(self, keys: ConfigKeys, found: Fields) -> Fields:
         name = "rope_scaling" if keys.config.get("rope_scaling") else "rope_parameters"
@@ -338,13 +347,10 @@ class Rope(NamedTuple):
         fields: Fields = {}
         if self.local:
             fields["rope_local_theta"] = keys.number(self.local)
-            if isinstance(stated, dict) and isinstance(nested := stated.get("sliding_attention"), dict):
-                within = ConfigKeys(
-                    {"rope_theta": fields["rope_local_theta"]} | nested, prefix=f"{name}.sliding_attention."
-                )
-                fields["rope_local_theta"] = within.number("rope_theta")
+            if isinstance(stated, dict) and not stated.keys().isdisjoint(("sliding_attention", "full_attention")):
+                of_windows = stated.get("sliding_attention") or {}
+                fields["rope_local_theta"] = _unscaled_theta(keys, f"{name}.sliding_attention", of_windows, fields)
                 stated = stated.get("full_attention") or {}
-                keys.adopt(within)
         if not isinstance(stated, dict) or any(isinstance(value, dict) for value in stated.values()):
             keys.refuse(name, stated, "one flat object for all layers")
             return {}
@@ -363,7 +369,7 @@ class Rope(NamedTuple):
             if not self.share:
                 rope.refuse(PARTIAL, share, "1.0")
         if kind == "longrope":
-            fields |= _long(rope, keys, found["context"])
+            fields |= _long(rope, keys)
         elif kind != "none":
             fields |= _scaling(rope, kind, found["context"])
         keys.adopt(rope)
@@ -383,7 +389,8 @@ class Rope(NamedTuple):
             scaling = {"type": "longrope", "short_factor": [*arch.rope_short], "long_factor": [*arch.rope_long]}
             scaling |= {"attention_factor": arch.rope_attention} if arch.rope_attention else {}
         # transformers 5 reads this form of 4 too; 4 does not read that of 5
-        config = {self.theta: arch.rope_theta, "rope_scaling": None if arch.rope_scaling == "none" else scaling}
+        unscaled = {"rope_type": "default"} if self.aloud else None
+        config = {self.theta: arch.rope_theta, "rope_scaling": unscaled if arch.rope_scaling == "none" else scaling}
         if self.share:  # always: families differ in what they assume
             config[self.share] = arch.rope_share
         if "longrope" in self.kinds:
@@ -395,6 +402,18 @@ class Rope(NamedTuple):
             of_layers = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
             return config | {"rope_parameters": of_layers}
         return config | ({self.local: local} if self.local else {})
+
+
+def _unscaled_theta(keys: ConfigKeys, name: str, stated: Any, found: Fields) -> float:
+    """The base that an object of layers with a window states, which may not scale it."""
+    if not isinstance(stated, dict):
+        keys.refuse(name, stated, "an object with rope_theta")
+        return 1.0
+    within = ConfigKeys({"rope_theta": found["rope_local_theta"]} | stated, prefix=f"{name}.")
+    within.choice("rope_type" if "rope_type" in stated else "type", {"default": "none"}, "default")
+    theta = within.number("rope_theta")
+    keys.adopt(within)
+    return theta
 
 
 def _scaling(rope: ConfigKeys, kind: str, context: int) -> Fields:
@@ -417,10 +436,10 @@ def _scaling(rope: ConfigKeys, kind: str, context: int) -> Fields:
     return fields
 
 
-def _long(rope: ConfigKeys, keys: ConfigKeys, context: int) -> Fields:
-    """LongRoPE; its original context is beside the object in older files."""
+def _long(rope: ConfigKeys, keys: ConfigKeys) -> Fields:
+    """LongRoPE; its original context is beside the object."""
     original, name = "original_max_position_embeddings", "factor"
-    before = rope.count(original) if original in rope.config else keys.count(original, context)
+    before = keys.count(original)  # which transformers prefers to what the object says
     fields: Fields = {"rope_original": before}
     for key, field in (("short_factor", "rope_short"), ("long_factor", "rope_long")):
         listed = _listed(rope.config.get(key))
@@ -493,8 +512,9 @@ class Plain(NamedTuple):
     value: Any
 
     def read(self, keys: ConfigKeys, found: Fields) -> Fields:
-        if (value := keys.config.get(self.key, self.value)) != self.value:
-            keys.refuse(self.key, value, str(self.value).lower())
+        value = keys.config.get(self.key, self.value)
+        if value != self.value and (value or self.value):  # null is false
+            keys.refuse(self.key, value, "null" if self.value is None else str(self.value).lower())
         return {}
 
     def write(self, arch: Arch) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from meshwright.config.rules.arch import LAYER_LIMIT
 
 SILU = (("silu", "swiglu"), ("swish", "swiglu"))
 TANH = (("gelu_pytorch_tanh", "geglu_tanh"), ("gelu", "geglu"))
+FIRST_TANH = (("gelu_pytorch_tanh", "geglu_tanh"), ("gelu", "geglu_tanh"))  # what Gemma's first files mean by gelu
 GELU = (
     ("gelu", "gelu"),
     ("gelu_python", "gelu"),
@@ -55,6 +56,7 @@ EPS = Number("rms_norm_eps", "norm_eps")
 SWIGLU = Choice("hidden_act", "mlp", SILU)
 ATTENTION_BIAS = Flag("attention_bias", "attention_bias", ALL)
 BIASES: tuple[Word, ...] = (ATTENTION_BIAS, Flag("mlp_bias", "mlp_bias"))
+WINDOWS = Windows(listed=False)
 BALANCE = Number("router_aux_loss_coef", "balance_loss", low=0.0)
 TOP_K = Count("num_experts_per_tok", "top_k")
 ROUTED: tuple[Word, ...] = (  # of DeepSeek and those that follow it
@@ -194,10 +196,13 @@ DEEPSEEK = LATE | PLAIN_SCALE | {
     "first_k_dense_replace": 0,
     "rope_interleave": True,
     "num_nextn_predict_layers": 0,
+    "n_shared_experts": 1,
 }  # fmt: skip
 QWEN: tuple[Word, ...] = (*SIZES, EPS, SWIGLU, Windows(switch=True, first="max_window_layers"), Rope())
 QWEN_ABSENT = LATE | PLAIN_SCALE | {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-GEMMA: tuple[Word, ...] = (*SIZES, EPS, Same("embed_scale", "hidden", 0.5), ATTENTION_BIAS)
+GEMMA: tuple[Word, ...] = (
+    *SIZES, EPS, Same("embed_scale", "hidden", 0.5), ATTENTION_BIAS, Plain("use_bidirectional_attention", False),
+)  # fmt: skip
 GEMMA_SAYS = {"norm_offset": True}
 GEMMA_ABSENT = LATE | {"tie_word_embeddings": True, "attention_bias": False, "head_dim": 256}
 
@@ -209,13 +214,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral": Family(
         model="MistralForCausalLM",
-        words=(*SIZES, EPS, SWIGLU, Windows(), Rope(), Plain("attention_bias", False), Plain("mlp_bias", False)),
+        words=(*SIZES, EPS, SWIGLU, WINDOWS, Rope(), Plain("attention_bias", False), Plain("mlp_bias", False)),
         absent=LATE | PLAIN_SCALE | {"num_key_value_heads": 8, "sliding_window": 4096},
     ),
     "mixtral": Family(
         model="MixtralForCausalLM",
         words=(
-            *SIZES, EPS, SWIGLU, Windows(), Rope(), Count("num_local_experts", "experts", high=LAYER_LIMIT), TOP_K,
+            *SIZES, EPS, SWIGLU, WINDOWS, Rope(), Count("num_local_experts", "experts", high=LAYER_LIMIT), TOP_K,
             Same("expert_ffn", "ffn"), BALANCE, Number("router_z_loss_coef", "z_loss", low=0.0),  # ours: transformers
             Plain("attention_bias", False), Plain("mlp_bias", False),  # keeps it and ignores it
         ),
@@ -265,7 +270,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma": Family(
         model="GemmaForCausalLM",
-        words=(*GEMMA, Choice("hidden_act", "mlp", TANH), Rope()),
+        words=(*GEMMA, Choice("hidden_act", "mlp", FIRST_TANH), Rope()),
         says=GEMMA_SAYS,
         absent=GEMMA_ABSENT | {"num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"},
     ),
@@ -290,8 +295,8 @@ FAMILIES: dict[str, Family] = {
             *GEMMA, Choice("hidden_activation", "mlp", TANH), Rope(local="rope_local_base_freq"),
             Windows(full_every=6, pattern="sliding_window_pattern"),
             Number("query_pre_attn_scalar", "attention_scale", power=-0.5),
-            NumberOrNone("attn_logit_softcapping", "attention_softcap"),
-            NumberOrNone("final_logit_softcapping", "logit_softcap"), Plain("use_bidirectional_attention", False),
+            Plain("attn_logit_softcapping", None),  # which transformers reads and does not apply
+            NumberOrNone("final_logit_softcapping", "logit_softcap"),
         ),
         says=GEMMA_SAYS | {"norm_position": "both", "qk_norm": "head"},
         absent=GEMMA_ABSENT | {
@@ -320,11 +325,13 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(
         model="Phi3ForCausalLM",
         words=(
-            *SIZES, EPS, SWIGLU, Windows(),
+            *SIZES, EPS, SWIGLU, WINDOWS,
             # The older names are those of Phi-3's own code.
             Rope(share=PARTIAL, kinds=("longrope",), older=(("su", "longrope"), ("yarn", "longrope"))),
         ),
-        absent=LATE | NO_WINDOW | PLAIN_SCALE | {"rms_norm_eps": 1e-5, "num_key_value_heads": None},
+        absent=LATE | NO_WINDOW | PLAIN_SCALE | {
+            "rms_norm_eps": 1e-5, "num_key_value_heads": None, "original_max_position_embeddings": 4096,
+        },
         names=PHI3,
         own_code=True,
         long_windows=True,
@@ -332,7 +339,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(
         model="GptOssForCausalLM",
         words=(
-            *SIZES, EPS, Windows(full_every=2), Rope(), ATTENTION_BIAS, Same("expert_ffn", "ffn"),
+            *SIZES, EPS, Windows(full_every=2), Rope(aloud=True), ATTENTION_BIAS, Same("expert_ffn", "ffn"),
             Count("num_local_experts", "experts", high=LAYER_LIMIT), TOP_K, BALANCE, Plain("hidden_act", "silu"),
             Plain("swiglu_limit", 7.0), Plain("swiglu_alpha", 1.702),
         ),
@@ -340,7 +347,7 @@ FAMILIES: dict[str, Family] = {
         absent=LATE | {
             "rms_norm_eps": 1e-5, "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128,
             "rope_theta": 150_000.0, "attention_bias": True, "num_experts_per_tok": 4, "num_local_experts": 128,
-            "router_aux_loss_coef": 0.9,
+            "router_aux_loss_coef": 0.001,
             "rope_parameters": {
                 "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
                 "original_max_position_embeddings": 4096,
@@ -358,7 +365,7 @@ FAMILIES: dict[str, Family] = {
             Plain("norm_topk_prob", False), Plain("scoring_func", "softmax"), Plain("mlp_bias", False),
         ),
         says={"rope_interleaved": True, "router_renormalise": False},
-        absent=DEEPSEEK | {"norm_topk_prob": False, "q_lora_rank": 1536},
+        absent=DEEPSEEK | {"norm_topk_prob": False, "q_lora_rank": 1536, "n_shared_experts": 2},
         names=LATENT,
         own_code=True,
     ),
@@ -370,7 +377,10 @@ FAMILIES: dict[str, Family] = {
             Plain("scoring_func", "sigmoid"), Plain("topk_method", "noaux_tc"), AHEAD,
         ),
         says={"router_score": "sigmoid", "router_load_bias": True},
-        absent=DEEPSEEK | {"q_lora_rank": 1536},
+        absent=DEEPSEEK | {
+            "q_lora_rank": 1536, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 3,
+        },
         names=LATENT,
         own_code=True,
     ),
@@ -412,8 +422,8 @@ FAMILIES: dict[str, Family] = {
         ),
         says={"norm": "layer", "norm_bias": False, "parallel_residual": "one_norm", "rope_interleaved": True},
         absent=LATE | PLAIN_SCALE | {
-            "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "num_key_value_heads": None, "tie_word_embeddings": True,
-            "use_qk_norm": False,
+            "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "rope_theta": 500_000.0, "num_key_value_heads": None,
+            "tie_word_embeddings": True, "use_qk_norm": False,
         },
         by_head=("self_attn.q_norm", "self_attn.k_norm"),
     ),
@@ -440,7 +450,7 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": Family(
         model="Starcoder2ForCausalLM",
         words=(
-            *SIZES, Number("norm_epsilon", "norm_eps"), Choice("hidden_act", "mlp", GELU), Windows(), Rope(),
+            *SIZES, Number("norm_epsilon", "norm_eps"), Choice("hidden_act", "mlp", GELU), WINDOWS, Rope(),
             Flag("use_bias", "bias"),
         ),
         says={"norm": "layer"},

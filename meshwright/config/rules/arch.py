@@ -74,6 +74,11 @@ def _routers(run: Run) -> Iterator[Problem]:
         what = f"arch.experts = {arch.experts} cannot be put into arch.router_groups = {arch.router_groups}"
         yield Problem(what, "use groups that divide the experts", "arch.router_groups")
         return
+    if arch.router_groups > 1 and arch.router_score == "sigmoid" and 0 < arch.experts < 2 * arch.router_groups:
+        what = (
+            f"arch.router_groups = {arch.router_groups} leaves a group one expert, and its best two say how good it is"
+        )
+        yield Problem(what, "use groups of two experts or more, or 1 for none", "arch.router_groups")
     if not 1 <= arch.router_top_groups <= arch.router_groups:
         what = f"arch.router_top_groups = {arch.router_top_groups} cannot be chosen among {arch.router_groups}"
         yield Problem(what, f"use 1 to {arch.router_groups}", "arch.router_top_groups")

@@ -13,6 +13,7 @@ from torch import Tensor
 from meshwright.checkpoint.convert import convert, probe_tokens
 from meshwright.checkpoint.model_folder import open_folder
 from meshwright.config.families import FAMILIES
+from meshwright.config.huggingface import arch_of
 from meshwright.models.decoder import Decoder
 from meshwright.spec.params import buffers
 
@@ -50,6 +51,9 @@ MODELS = {
     "qwen3_moe windows": SIZES | EXPERTS | {"num_experts": 4, "use_sliding_window": True, "sliding_window": 6},
     "gemma": SIZES,
     "gemma2": SIZES | {"sliding_window": 5, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 3.0},
+    "gemma2 whole": SIZES | {"sliding_window": 64},  # as long as the context
+    "gemma3_text whole": SIZES
+    | {"sliding_window": 5, "layer_types": ["full_attention"] * 3, "final_logit_softcapping": 2.0},
     "gemma3_text": SIZES | {"sliding_window": 5, "layer_types": LAYERS, "query_pre_attn_scalar": 10},
     "olmo2": PLAIN,
     "olmo3": PLAIN | {"sliding_window": 5, "layer_types": LAYERS, "rope_scaling": YARN, "pad_token_id": None},
@@ -57,6 +61,8 @@ MODELS = {
     "phi3 long": PHI3_LONG | {"original_max_position_embeddings": 16},  # for which TOKENS are too many
     "phi3 short": PHI3_LONG | {"original_max_position_embeddings": 32},
     "gpt_oss": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
+    "gpt_oss plain": SIZES
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "rope_scaling": {"rope_type": "default"}},
     # More experts than groups are chosen: as many of each would be the same experts without groups.
     "deepseek_v2": MLA | V2 | {"topk_method": "group_limited_greedy"},
     "deepseek_v2 greedy": MLA | V2 | {"topk_method": "greedy"},
@@ -160,3 +166,37 @@ def test_a_folder_goes_there_and_back_bit_for_bit(stock, tmp_path):
     first, last = open_folder(path), open_folder(tmp_path / "back")
     assert first.arch == last.arch
     assert all(torch.equal(first.tensor(name), last.tensor(name)) for name in first.shapes)
+
+
+# What every file states: enough layers for each pattern, and a context beyond each window.
+STATED = {
+    **{"vocab_size": 61, "hidden_size": 128, "intermediate_size": 48, "num_hidden_layers": 12},
+    **{"num_attention_heads": 32, "max_position_embeddings": 8192},
+}
+LATENT_ROUTED = LATENT | EXPERTS | {"n_routed_experts": 16}
+ALSO_STATED = {
+    "deepseek_v2": LATENT_ROUTED,
+    "deepseek_v3": LATENT_ROUTED | {"num_experts_per_tok": 4},
+    "glm4_moe": EXPERTS | {"n_routed_experts": 16},
+}
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES.keys() - {"kimi_k2"}))
+def test_what_a_file_leaves_out_is_what_transformers_assumes(kind, transformers):
+    stated = MODELS["gpt2"] if kind == "gpt2" else STATED | ALSO_STATED.get(kind, {})
+    theirs = getattr(transformers, FAMILIES[kind].model).config_class(**stated).to_dict()
+    assert arch_of({"model_type": kind} | stated) == arch_of(theirs)
+
+
+def test_the_original_context_of_longrope_is_that_of_transformers(transformers):
+    factors = {key: [1.0] * 2 for key in ("short_factor", "long_factor")}
+    for inside in ({}, {"original_max_position_embeddings": 2048}, {"factor": 4.0}):
+        stated = STATED | {"rope_scaling": {"type": "longrope"} | factors | inside}
+        theirs = transformers.Phi3Config(**copy.deepcopy(stated)).to_dict()
+        assert arch_of({"model_type": "phi3"} | stated) == arch_of(theirs)
+
+
+def test_gelu_of_the_first_gemma_is_that_of_transformers(transformers):
+    stated = {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None} | STATED
+    assert arch_of(stated) == arch_of(transformers.GemmaConfig(**stated).to_dict())
+    assert arch_of(stated).mlp == "geglu_tanh"

@@ -184,6 +184,7 @@ def test_files_as_they_are_published_are_read(config, parameters):
         ({"sliding_window": 512, "max_position_embeddings": 512}, 512, 10_000.0),  # which still has its own RoPE
         ({"sliding_window": None, "layer_types": ["full_attention"] * 34}, 0, 0.0),
         ({"rope_theta": 10_000.0}, 4096, 0.0),  # all layers have the same
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, 4096, 10_000.0),
     ],
 )
 def test_a_base_of_layers_with_a_window_is_there_as_long_as_they_are(change, window, local):

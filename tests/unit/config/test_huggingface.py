@@ -81,6 +81,7 @@ def test_mistral_is_llama_unless_its_window_is_short():
     assert "sliding_window" in refused(mistral | {"sliding_window": 131073})
     assert arch_of(mistral | {"sliding_window": 2048}).window == 2048
     assert arch_of(mistral).window == 4096  # transformers assumes it
+    assert arch_of(mistral | {"layer_types": ["sliding_attention"] * 32}).window == 4096
 
 
 def test_older_files_of_qwen_say_in_which_layer_windows_begin():
@@ -118,6 +119,16 @@ def test_older_files_of_qwen_say_in_which_layer_windows_begin():
         ({"layer_types": ["sliding_attention"] * 32}, "layer_types"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 32}, "layer_types"),
         ({"model_type": "qwen3", "layer_types": [[]] * 32}, "layer_types"),
+        ({"model_type": "mistral", "sliding_window": 4096, "layer_types": ["full_attention"] * 32}, "layer_types"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window = 0"),
+        ({"model_type": "mistral", "sliding_window": -1}, "null for no window"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": SCALING}},
+            "sliding_attention.rope_type",
+        ),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, "quantization_config"),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
@@ -171,6 +182,8 @@ def test_every_mistake_is_told_at_once():
 def test_keys_that_are_not_the_model_are_ignored():
     extra = {"use_cache": True, "eos_token_id": [1, 2], "attention_dropout": 0.1, "initializer_range": 1, "x": {}}
     assert arch_of(LLAMA | extra) == arch_of(LLAMA)
+    gemma = LLAMA | {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"}
+    assert arch_of(gemma | {"use_bidirectional_attention": None}) == arch_of(gemma)
 
 
 words = st.text(max_size=8)

@@ -99,6 +99,7 @@ def test_groups_leave_experts_of_the_others_out():
     [
         ("tiny-mistral", {"window": 1000}, "arch.window"),
         ("tiny-deepseek-v3", {"router_groups": 3}, "arch.router_groups"),
+        ("tiny-deepseek-v3", {"router_groups": 8}, "arch.router_groups"),
         ("tiny-deepseek-v3", {"router_top_groups": 5}, "arch.router_top_groups"),
         ("tiny-deepseek-v3", {"top_k": 5}, "arch.top_k"),
         ("tiny-deepseek-v3", {"rope_dim": 7}, "arch.rope_dim"),

@@ -37,6 +37,7 @@ FUSED_COPIES = 3.0  # of a gated layer: gate, up and their product
 NARROW_PRECISIONS = ("bf16", "fp16", "fp8")
 NARROWEST_HEAD = 16  # for which there is attention by blocks
 ATTENTION_PRODUCTS = 3  # that read the same input: queries, keys and values
+LATENT_PRODUCTS = 2  # and of latent attention: queries or the way down to them, and the way down to keys and values
 # Quantized activations, as in parallel/activation_offload.py.
 CODE = 33 / 32  # bytes of an element: its code, and its share of a scale of four bytes for 128 of them
 SMALL = 64 * 1024  # bytes below which a tensor is left as it is
@@ -442,7 +443,7 @@ def _attention_kept(work: MicrobatchShape) -> float:
     masks = work.split * arch.hidden * MASK_BYTES if work.drops else 0
     more = work.holds.more_hidden * work.whole * arch.hidden / work.tp
     results = projected + out * (1 + work.out_copies) + _scores(work)
-    entering = _matmul_input(work, ATTENTION_PRODUCTS)
+    entering = _matmul_input(work, LATENT_PRODUCTS if arch.is_latent else ATTENTION_PRODUCTS)
     # Norms beyond two a block, or the one that parallel sub-layers share.
     other = (work.norms - 2) * _norm_input(work) + (_block_norms(arch) - 2) * _norm_statistics(work)
     return _norm_kept(work) + other + entering + results + work.mask * work.narrow + masks + more + _offsets(work)
@@ -470,7 +471,8 @@ def _inner_norms(work: MicrobatchShape) -> float:
         if work.fused_norm or work.narrow == work.wide:
             normed += work.whole * arch.rope_dim * work.narrow
         values = arch.heads * (arch.head_dim - arch.rope_dim) / work.tp
-        return normed + work.whole * (sum(widths) + values) * work.narrow
+        latents = sum(widths) * (1 if work.fp8_inputs else work.narrow)  # which the ways up read
+        return normed + work.whole * (latents + values * work.narrow)
     if arch.qk_norm == "none":
         return 0.0
     queries, keys = work.whole * arch.q_width / work.tp, work.whole * kv_part(arch, work.tp) / 2

@@ -47,7 +47,7 @@ from meshwright.cost.rank_view import (
     reaches_projection_input,
     still_blocks,
 )
-from meshwright.cost.traffic import Axis, Kind, fp8_scales
+from meshwright.cost.traffic import Axis, Kind, fp8_scales, fp8_scales_ahead
 from meshwright.hardware.stacks import Efficiency, StackSpeed, efficiency_of
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import kv_part, params
@@ -381,8 +381,16 @@ def _ahead(at: LayerModel) -> PassTimes:
     joined = _product(1, at.between, hidden, 2 * hidden, at)
     moved = moved_seconds(EMBEDDING_PASSES * at.between * hidden * at.rates.width, at.rates)
     scattered = at.collective("reduce_scatter", "tp", at.tokens * hidden * at.rates.width)
-    once = TimeTerms(products=joined, elementwise=moved, tp=scattered)
-    return _projection(at) + PassTimes(forward=once, input=once, weight=TimeTerms(products=joined))
+    scales = [
+        (at.collective("all_reduce", "tp", size), forward, backward)
+        for size, forward, backward in fp8_scales_ahead(at.arch, at.plan)
+    ]
+    ahead, back = sum(each * forward for each, forward, _ in scales), sum(each * times for each, _, times in scales)
+    return _projection(at) + PassTimes(
+        forward=TimeTerms(products=joined, elementwise=moved, tp=scattered + ahead),
+        input=TimeTerms(products=joined, elementwise=moved, tp=scattered + back),
+        weight=TimeTerms(products=joined),
+    )
 
 
 def recomputed_terms(at: LayerModel, mixture: bool, by_operation: bool) -> TimeTerms:

@@ -235,6 +235,7 @@ FOUR = {
     "tp in FP8, the backward split": [
         ("plan.tp=2", *FP8, "plan.pp=2", "plan.schedule=zb1p", "plan.chunks=1", *FOUR_TIMES),
         ("plan.tp=2", *FP8, "plan.pp=2", "plan.schedule=zbv", "plan.fp8_scaling=rowwise", *FOUR_TIMES),
+        ("plan.tp=4", *FP8, "arch.kv_heads=2", "arch.head_dim=16", "arch.ffn=256", *TWICE),
     ],
     "pp": [
         ("plan.pp=2", "plan.shard=2", "plan.zero=3", *FOUR_TIMES, *GPT),

@@ -285,7 +285,8 @@ def _fp8_calls(param: Param, arch: Arch, plan: Plan, tokens: int) -> Iterator[tu
     if held_split(param, arch, plan.tp) is Split.NONE:  # its output's gradient
         yield tokens * out * ITEM_BYTES[plan.precision], 0, 1
     if param.held == "fp8":
-        yield (tokens if by_row else 1) * AMAX_BYTES, *((1, 0) if param.split is Split.ROW else (0, 1))
+        forward = param.split is Split.ROW
+        yield (tokens if by_row else 1) * AMAX_BYTES, int(forward), int(not forward)
     elif param.split is Split.ROW:
         yield (tokens + out if by_row else 2) * AMAX_BYTES, 1, 0
     elif param.split is not Split.NONE:

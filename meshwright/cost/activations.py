@@ -33,6 +33,7 @@ CLAMPED_COPIES = 7.0  # of gpt-oss's: gate and up, both clamped, a sigmoid, and 
 FUSED_COPIES = 3.0  # of a gated layer: gate, up and their product
 SMALLEST_HEAD = 16  # for which there is attention by blocks
 ATTENTION_PRODUCTS = 3  # that read the same input: queries, keys and values
+LATENT_PRODUCTS = 2  # and of latent attention: queries or the way down to them, and the way down to keys and values
 # Quantized activations, as in parallel/activation_offload.py.
 CODE = 33 / 32  # bytes of an element: its code, and its share of a scale of four bytes for 128 of them
 SMALL = 64 * 1024  # bytes below which a tensor is left as it is
@@ -435,7 +436,7 @@ def _attention_saved(work: MicrobatchShape) -> float:
     masks = work.split * arch.hidden * MASK_BYTES if work.drops else 0
     more = work.holds.more_hidden * work.whole * arch.hidden / work.tp
     results = projected + out * (1 + work.out_copies) + _scores(work)
-    entering = _matmul_input(work, ATTENTION_PRODUCTS)
+    entering = _matmul_input(work, LATENT_PRODUCTS if arch.is_latent else ATTENTION_PRODUCTS)
     # Norms beyond two a block, or the one that parallel sub-layers share.
     other = (work.norms - 2) * _norm_input(work) + (_block_norms(arch) - 2) * _norm_statistics(work)
     mask = work.mask * work.compute_bytes
@@ -464,7 +465,8 @@ def _inner_norms(work: MicrobatchShape) -> float:
         if work.fused_norm or work.compute_bytes == work.accum_bytes:
             normed += work.whole * arch.rope_dim * work.compute_bytes
         values = arch.heads * (arch.head_dim - arch.rope_dim) / work.tp
-        return normed + work.whole * (sum(widths) + values) * work.compute_bytes
+        latents = sum(widths) * (1 if work.fp8_inputs else work.compute_bytes)  # which the ways up read
+        return normed + work.whole * (latents + values * work.compute_bytes)
     if arch.qk_norm == "none":
         return 0.0
     queries, keys = work.whole * arch.q_width / work.tp, work.whole * kv_part(arch, work.tp) / 2

@@ -48,7 +48,7 @@ from meshwright.cost.rank_view import (
     reaches_projection_input,
     still_blocks,
 )
-from meshwright.cost.traffic import Axis, Kind, fp8_scales
+from meshwright.cost.traffic import Axis, Kind, fp8_scales, fp8_scales_ahead
 from meshwright.hardware.stacks import Efficiency, StackSpeed, efficiency_of
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import kv_part, layer_params, params
@@ -389,8 +389,16 @@ def _ahead(at: LayerModel) -> PassTimes:
     joined = _matmul(1, at.between, hidden, 2 * hidden, at)
     moved = moved_seconds(EMBEDDING_PASSES * at.between * hidden * at.rates.width, at.rates)
     scattered = at.collective("reduce_scatter", "tp", at.tokens * hidden * at.rates.width)
-    once = TimeTerms(matmuls=joined, elementwise=moved, tp=scattered)
-    return _projection(at) + PassTimes(forward=once, input=once, weight=TimeTerms(matmuls=joined))
+    scales = [
+        (at.collective("all_reduce", "tp", size), forward, backward)
+        for size, forward, backward in fp8_scales_ahead(at.arch, at.plan)
+    ]
+    ahead, back = sum(each * forward for each, forward, _ in scales), sum(each * times for each, _, times in scales)
+    return _projection(at) + PassTimes(
+        forward=TimeTerms(matmuls=joined, elementwise=moved, tp=scattered + ahead),
+        input=TimeTerms(matmuls=joined, elementwise=moved, tp=scattered + back),
+        weight=TimeTerms(matmuls=joined),
+    )
 
 
 def recomputed_terms(at: LayerModel, moe: bool, by_operation: bool) -> TimeTerms:

@@ -74,6 +74,7 @@ class RecomputedBlocks(msgspec.Struct, frozen=True, kw_only=True):
     dense: int
     moe: int
     normed_moe: int  # of these, those whose output a norm of the block reads
+    ahead: int  # of all these, blocks of multi-token prediction
     by_operation: bool  # what collectives returned is kept, where they return anything
     to_the_end: bool  # even what nobody needs: the output of a run
 
@@ -182,6 +183,7 @@ def _parts(
                     dense=sum(map(len, runs)) - len(recomputed_moe),
                     moe=len(recomputed_moe),
                     normed_moe=sum(arch.ends_in_norm or arch.looks_ahead(layer) for layer in recomputed_moe),
+                    ahead=sum(arch.looks_ahead(layers[number]) for run in runs for number in run),
                     by_operation=policy.by_operation,
                     to_the_end=policy.to_the_end,
                 ),

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from meshwright.cost.activations import sent_rows
+from meshwright.cost.activations import ITEM_BYTES, sent_rows
 from meshwright.cost.flops import reads_gradient
 from meshwright.cost.matrices import matrix_teams
 from meshwright.cost.rank_view import (
@@ -50,7 +50,7 @@ from meshwright.spec.communication import (
     served_rows,
 )
 from meshwright.spec.optimizers import DESCRIPTIONS, OptimizerSpec, Statistic, is_of
-from meshwright.spec.params import Param, Split, buffers, kv_part, layer_params, params, trained
+from meshwright.spec.params import Param, Split, buffers, held_split, kv_part, layer_params, params, trained
 from meshwright.spec.plan import FP8_MULTIPLE, Plan
 from meshwright.spec.quantized import FORMATS, is_quantized
 from meshwright.spec.schedule import IN_SIGHT, Schedule, actions
@@ -238,6 +238,11 @@ def _scales_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
             unasked = _without_gradient(view.arch, part.begin, part.layers) if backward else 0
             count = view.plan.grad_accum * (forward * forwards + backward * layers - unasked)
             yield Collective(kind="all_reduce", axis="tp", count=count, bytes=size)
+    if part.last and view.arch.mtp_layers:
+        forwards = view.forwards + (0 if again.by_operation else again.ahead)
+        for size, forward, backward in fp8_scales_ahead(view.arch, view.plan):
+            count = view.plan.grad_accum * (forward * forwards + backward)
+            yield Collective(kind="all_reduce", axis="tp", count=count, bytes=size)
 
 
 @lru_cache(maxsize=4096)
@@ -253,29 +258,49 @@ def fp8_scales(arch: Arch, plan: Plan, tokens: int, moe: bool) -> tuple[tuple[in
 
     In a row-parallel layer ranks have parts of the input and of the weight, along rows; in a column-parallel one other
     rows of the weight, and going back parts of the gradient's rows and of the transposed weight's. A frozen weight has
-    scales of its own already. Routed experts are in bf16 under tp, and routers in fp32.
+    scales of its own already. Routed experts are in bf16 under tp, and routers in fp32. Of what several ranks compute
+    alike (the way down of latent attention, heads that ranks share) the gradient itself is summed going back.
     """
     if plan.precision != "fp8" or plan.tp == 1:
         return ()
-    by_row, calls = plan.fp8_scaling == "rowwise", dict[int, tuple[int, int]]()
+    calls = dict[int, tuple[int, int]]()
     for param in layer_params(arch, moe):
-        if param.expert or len(param.shape) != 2 or param.split is Split.NONE:
-            continue
-        if is_adapter(param.name):  # which is not in FP8
-            continue
-        if any(size % FP8_MULTIPLE for size in param.shape):
-            continue
-        out, into = param.shape
-        if param.held == "fp8":
-            found = [(tokens if by_row else 1, *((1, 0) if param.split is Split.ROW else (0, 1)))]
-        elif param.split is Split.ROW:
-            found = [(tokens + out if by_row else 2, 1, 0)]
-        else:
-            found = [(tokens + into, 0, 1)] if by_row else [(1, 1, 1)]
-        for elements, forward, backward in found:
-            before = calls.get(elements, (0, 0))
-            calls[elements] = before[0] + forward, before[1] + backward
-    return tuple((elements * AMAX_BYTES, *times) for elements, times in calls.items())
+        if _is_fp8_over_tp(param, arch, plan.tp):
+            for size, forward, backward in _fp8_calls(param, arch, plan, tokens):
+                before = calls.get(size, (0, 0))
+                calls[size] = before[0] + forward, before[1] + backward
+    return tuple((size, *times) for size, times in calls.items())
+
+
+def _is_fp8_over_tp(param: Param, arch: Arch, tp: int) -> bool:
+    """Whether ranks of tp share an FP8 matmul by a weight; adapters are in bf16, and routers are not shared."""
+    if param.expert or len(param.shape) != 2 or is_adapter(param.name):
+        return False
+    shared = held_split(param, arch, tp) is not Split.NONE or ".attn." in param.name
+    return shared and not any(size % FP8_MULTIPLE for size in param.shape)
+
+
+def _fp8_calls(param: Param, arch: Arch, plan: Plan, tokens: int) -> Iterator[tuple[int, int, int]]:
+    """The calls of one weight's three matmuls: bytes, and how often forward and back."""
+    by_row, (out, into) = plan.fp8_scaling == "rowwise", param.shape
+    if held_split(param, arch, plan.tp) is Split.NONE:  # its output's gradient
+        yield tokens * out * ITEM_BYTES[plan.precision], 0, 1
+    if param.held == "fp8":
+        forward = param.split is Split.ROW
+        yield (tokens if by_row else 1) * AMAX_BYTES, int(forward), int(not forward)
+    elif param.split is Split.ROW:
+        yield (tokens + out if by_row else 2) * AMAX_BYTES, 1, 0
+    elif param.split is not Split.NONE:
+        yield ((tokens + into) * AMAX_BYTES, 0, 1) if by_row else (AMAX_BYTES, 1, 1)
+
+
+def fp8_scales_ahead(arch: Arch, plan: Plan) -> tuple[tuple[int, int, int], ...]:
+    """The same of what joins multi-token prediction, of which ranks of tp have the rows of their own tokens."""
+    out, into = arch.hidden, 2 * arch.hidden
+    if plan.precision != "fp8" or plan.tp == 1 or out % FP8_MULTIPLE:
+        return ()
+    by_row = plan.fp8_scaling == "rowwise"
+    return (((out + into) * AMAX_BYTES, 0, 1),) if by_row else ((AMAX_BYTES, 1, 1),)
 
 
 def _loss_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:

@@ -119,7 +119,8 @@ def takes(linear: nn.Linear) -> bool:
 class Sharing(NamedTuple):
     """How the ranks of tensor parallelism share a linear layer."""
 
-    cut: Literal["out", "in"]  # the features of which each rank has a part: column-parallel, row-parallel
+    # What each rank has a part of: output features (column-parallel), input features (row-parallel), or tokens.
+    cut: Literal["out", "in", "tokens"]
     max: Callable[[Tensor], Tensor]  # the largest over all of them, element by element
 
 
@@ -238,8 +239,7 @@ class _Fp8Linear(torch.autograd.Function):
                 _scaled(gradient, _scale(amax, dtype), dtype),
                 _scaled(weight.t().contiguous(), _scale(weight_amax)),
             )
-            transposed = quantize_linear(gradient.t().contiguous(), scaling, dtype)
-            x_transposed = quantize_linear(x.t().contiguous(), scaling)
+            transposed, x_transposed = _transposed_by_row(gradient, x, dtype, sharing)
         else:
             saved, x_scale, weight, weight_scale = ctx.saved_tensors
             scale = _gradient_scale(gradient, dtype, sharing)
@@ -277,9 +277,8 @@ def _by_halves(
         return _matmul(_scaled(gradient, scale, dtype), (transposed, weight_scale.reciprocal()), gradient.dtype, fast)
 
     def for_weight(gradient: Tensor, saved: Tensor, x_scale: Tensor) -> Tensor:
-        if scaling == "rowwise":  # rows of features, each of all tokens: no other rank has a part of them
-            transposed = quantize_linear(gradient.t().contiguous(), scaling, dtype)
-            return _matmul(transposed, quantize_linear(saved.t().contiguous(), scaling), gradient.dtype, fast)
+        if scaling == "rowwise":
+            return _matmul(*_transposed_by_row(gradient, saved, dtype, sharing), gradient.dtype, fast)
         scale = grad_scale.of(gradient)
         x_transposed = cast_transposed(saved, x_scale, scale) if stays else saved
         transposed = cast_both(gradient, scale, dtype)[1]
@@ -306,9 +305,9 @@ class _SharedScale:
 
 
 def _gradient_scale(gradient: Tensor, dtype: torch.dtype, sharing: Sharing | None) -> Tensor:
-    """The scale of a whole gradient, of which column-parallel ranks have parts."""
+    """The scale of a whole gradient, of which all but row-parallel ranks have parts."""
     amax = amax_of(gradient, "tensorwise")
-    if sharing is not None and sharing.cut == "out":
+    if sharing is not None and sharing.cut != "in":
         (amax,) = _agreed(sharing, amax)
     return _scale(amax, dtype)
 
@@ -316,10 +315,23 @@ def _gradient_scale(gradient: Tensor, dtype: torch.dtype, sharing: Sharing | Non
 def _backward_amaxes(gradient: Tensor, weight: Tensor, sharing: Sharing | None) -> tuple[Tensor, Tensor]:
     """Largest magnitudes of the rows of a gradient and of the transposed weight, which column-parallel ranks share."""
     amaxes = amax_of(gradient, "rowwise"), amax_of(weight.t(), "rowwise")
-    if sharing is None or sharing.cut == "in":
+    if sharing is None or sharing.cut != "out":
         return amaxes
     amax, weight_amax = _agreed(sharing, *amaxes)
     return amax, weight_amax
+
+
+def _transposed_by_row(
+    gradient: Tensor, x: Tensor, dtype: torch.dtype, sharing: Sharing | None
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The factors of a weight's gradient, rowwise: of each feature the numbers of all tokens have one scale."""
+    transposed, x_transposed = gradient.t().contiguous(), x.t().contiguous()
+    amaxes = amax_of(transposed, "rowwise"), amax_of(x_transposed, "rowwise")
+    if sharing is not None and sharing.cut == "tokens":
+        amax, x_amax = _agreed(sharing, *amaxes)
+    else:
+        amax, x_amax = amaxes
+    return _scaled(transposed, _scale(amax, dtype), dtype), _scaled(x_transposed, _scale(x_amax))
 
 
 def _forward_scales(x: Tensor, weight: Tensor, scaling: Scaling, sharing: Sharing | None) -> tuple[Tensor, Tensor]:
@@ -328,7 +340,10 @@ def _forward_scales(x: Tensor, weight: Tensor, scaling: Scaling, sharing: Sharin
     if sharing is not None and sharing.cut == "in":
         amax, weight_amax = _agreed(sharing, amax, weight_amax)
     elif sharing is not None and scaling == "tensorwise":  # else each rank has whole rows
-        (weight_amax,) = _agreed(sharing, weight_amax)
+        if sharing.cut == "tokens":
+            (amax,) = _agreed(sharing, amax)
+        else:
+            (weight_amax,) = _agreed(sharing, weight_amax)
     return _scale(amax), _scale(weight_amax)
 
 

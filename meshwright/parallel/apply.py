@@ -1,5 +1,6 @@
 """From a plain model to what this rank runs: the transforms in their order."""
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import nn
@@ -22,9 +23,13 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_spec import ModelSpec
 from meshwright.spec.plan import Plan
 
+Transform = Callable[[nn.Module, Plan, Mesh, ModelSpec], nn.Module]
 
-def apply(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> list[nn.Module]:
-    """Turn a plain model into the chunks this rank runs."""
+
+def apply(
+    model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec, in_fp8: Transform | None = None
+) -> list[nn.Module]:
+    """Turn a plain model into the chunks this rank runs; a proof may say otherwise what linear layers do in FP8."""
     names = [name for name, _ in model.named_parameters()]
     chunks = pipeline.cut(model, plan, mesh, model_spec)  # first: everything after works on fewer layers
     for transform in (partial(tensor.split, model_spec=model_spec), expert.split, context.split):  # what a rank holds
@@ -32,7 +37,7 @@ def apply(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> li
     # How it runs. The compiler must see selective recomputation; whole blocks are recomputed as it compiled them. What
     # either saves for the backward is then quantized or offloaded: outermost, to see all of it.
     how = (
-        precision.wrap,
+        in_fp8 or precision.wrap,
         fused_kernels.wrap,
         recompute.keep_costly,
         compile.wrap,

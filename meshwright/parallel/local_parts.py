@@ -194,6 +194,43 @@ class _Summed(Function):
         return sum_over(grads[0], ctx.group), None
 
 
+def shared_out(x: Tensor, ranks: int) -> Tensor:
+    """x itself, of whose whole gradient, which each rank has, each gives a share to a sum over them."""
+    return _SharedOut.apply(x, ranks)
+
+
+class _SharedOut(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] / ctx.ranks, None
+
+
+def read_together(x: Tensor, group: dist.ProcessGroup, parts: int = 1) -> Tensor:
+    """x itself, of whose gradient each rank has a part: going back, all have their sum.
+
+    Where the output has several parts, one for every ranks ÷ parts of the ranks in their order, x is this rank's.
+    """
+    return _ReadTogether.apply(x, group, parts)
+
+
+class _ReadTogether(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, parts: int) -> Tensor:
+        ctx.group, ctx.parts = group, parts
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        mine = ctx.group.rank() * ctx.parts // ctx.group.size()
+        whole = placed(mine, ctx.parts)(grads[0])
+        return sum_over(whole, ctx.group).chunk(ctx.parts, -1)[mine].contiguous(), None, None
+
+
 def placed(rank: int, ranks: int) -> Callable[[Tensor], Tensor]:
     """Where a rank's part of an output's bias belongs, zeros elsewhere: ranks' outputs are then summed."""
 

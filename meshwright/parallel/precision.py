@@ -8,21 +8,18 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as functional
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Partial, Shard
 
-from meshwright.kernels.fp8 import Fp8Linear, Sharing, frozen_product, takes
+from meshwright.kernels.fp8 import Fp8Linear, frozen_product, takes
 from meshwright.kernels.quantized import FrozenPart
 from meshwright.models.layers import Attention
 from meshwright.models.lora import FrozenLinear
 from meshwright.models.moe import MoELayer
 from meshwright.parallel.mesh import Mesh, local
 from meshwright.parallel.model_spec import ModelSpec
+from meshwright.parallel.shared_fp8 import share, sharing_of
 from meshwright.spec.plan import Plan
-from meshwright.spec.problem import mistake
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
@@ -45,29 +42,28 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh, model_spec: ModelSpec) -> nn.
             if isinstance(module, FrozenLinear):
                 _multiply_codes(module, plan, name)
             elif type(module) is nn.Linear and takes(module) and id(module) not in still:
-                _convert(module, plan, name, in_moe=id(module) in inside)
+                converted = _converted(module, plan)
+                if plan.tp > 1:
+                    share(converted, name, block, in_moe=id(module) in inside)
         for module in block.modules():
             if isinstance(module, Attention) and isinstance(module.out, Fp8Linear):
                 module.out.input_stays = True  # attention's backward needs its result
     return model
 
 
-def _convert(linear: nn.Linear, plan: Plan, name: str, in_moe: bool) -> None:
+def _converted(linear: nn.Linear, plan: Plan) -> Fp8Linear:
     linear.__class__ = Fp8Linear
     assert isinstance(linear, Fp8Linear)
     linear.scaling, linear.accumulate, linear.grad_format = plan.fp8_scaling, plan.fp8_accumulate, plan.fp8_grad
     linear.splits = plan.splits_backward
-    if plan.tp > 1:
-        linear.sharing = _shared(linear, name)
-        if not in_moe:  # whose layer hands its shared experts a rank's own tensors, and sums up itself
-            linear.forward = partial(_forward_over_tp, linear)
+    return linear
 
 
 def _multiply_codes(linear: FrozenLinear, plan: Plan, name: str) -> None:
     """Let a frozen weight that is held in FP8 be multiplied as it is held."""
     if linear.quantized is None or linear.quantized.held != "fp8" or not takes(linear):
         return
-    sharing = _shared(linear, name) if plan.tp > 1 else None
+    sharing = sharing_of(linear, name) if plan.tp > 1 else None
     linear.quantized_matmul = partial(
         _fp8_matmul,
         scaling=plan.fp8_scaling,
@@ -79,39 +75,6 @@ def _multiply_codes(linear: FrozenLinear, plan: Plan, name: str) -> None:
 
 def _fp8_matmul(x: Tensor, how: FrozenPart, codes: Tensor, scales: Tensor, **keys: Any) -> Tensor:
     return frozen_product(x, codes, scales, **keys)
-
-
-def _shared(linear: nn.Linear, name: str) -> Sharing:
-    """How the ranks of tp agree on the scales of a layer that they share."""
-    weight = linear.weight
-    if not isinstance(weight, DTensor) or not isinstance(weight.placements[0], Shard):
-        what = f"plan.precision = fp8 needs every linear layer of a block cut by plan.tp, and {name} is not"
-        raise mistake(what, "cut it in the split table, or use plan.tp = 1 or plan.precision = bf16")
-    group = weight.device_mesh.get_group()
-    return Sharing("out" if weight.placements[0].dim == 0 else "in", partial(_largest, group))
-
-
-def _largest(group: dist.ProcessGroup, amax: Tensor) -> Tensor:
-    # Functional, so that the compiler sees it, and recomputation by operation saves it.
-    return functional.wait_tensor(functional.all_reduce(amax, "max", group))
-
-
-def _forward_over_tp(linear: Fp8Linear, input: Tensor) -> Tensor:
-    """A layer's output by a rank's own tensors: its features, or its part of the sum, which torch's style completes."""
-    assert isinstance(input, DTensor)
-    weight = linear.weight
-    assert isinstance(weight, DTensor)
-    assert linear.sharing is not None
-    columns = linear.sharing.cut == "out"
-    near = input.to_local(grad_placements=[Partial()] if columns else None)
-    y = linear.product(near, weight.to_local())
-    bias: Tensor | None = linear.bias
-    if isinstance(bias, DTensor):
-        held = bias.to_local()
-        # Of a sum the first rank adds it, the others nothing; the gradient, of whole outputs, is that of each.
-        y = y + (held if columns or input.device_mesh.get_local_rank() == 0 else held - held.detach())
-    placement = Shard(input.dim() - 1) if columns else Partial()
-    return DTensor.from_local(y, input.device_mesh, [placement], run_check=False)
 
 
 def is_low(plan: Plan) -> bool:

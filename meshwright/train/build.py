@@ -28,7 +28,7 @@ from meshwright.optim.outer import NoOuterLoop, outer_loop
 from meshwright.optim.parameter_server import AsynchronousReplicas, ServedOptimizer
 from meshwright.optim.resident import CpuOffloadOptimizer, ResidentOptimizer, materialise
 from meshwright.parallel import grad_reduce, precision
-from meshwright.parallel.apply import apply
+from meshwright.parallel.apply import Transform, apply
 from meshwright.parallel.expert import learned_buffers
 from meshwright.parallel.mesh import Mesh, local, region_of
 from meshwright.parallel.model_spec import DECODER
@@ -40,9 +40,9 @@ from meshwright.train.saving import restore as restore
 from meshwright.train.state import State
 
 
-def build(run: Run, corpus: Corpus, mesh: Mesh, folder: Path | None = None) -> State:
+def build(run: Run, corpus: Corpus, mesh: Mesh, folder: Path | None = None, in_fp8: Transform | None = None) -> State:
     """The state before the first step. States that are offloaded to a disk go to the run's folder."""
-    chunks = _chunks(run, mesh)
+    chunks = _chunks(run, mesh, in_fp8)
     make = cpu_offloaded if run.plan.cpu_offload else served if run.plan.is_served else beside
     make = partial(offloaded, folder=folder) if run.plan.optimizer_offload != "none" else make
     optimizer, scale = make(chunks, run, mesh), LossScale(run.plan, mesh.device)
@@ -59,13 +59,13 @@ def build(run: Run, corpus: Corpus, mesh: Mesh, folder: Path | None = None) -> S
     )
 
 
-def _chunks(run: Run, mesh: Mesh) -> list[nn.Module]:
+def _chunks(run: Run, mesh: Mesh, in_fp8: Transform | None = None) -> list[nn.Module]:
     """The model as the plan cuts it, without memory."""
     with torch.device("meta"):
         model = Decoder(run.arch).to(master_weights.weight_dtype(run.optim, run.plan))
     model.length = run.sequence
     lora.freeze(model, run.arch, precision.compute_dtype(run.plan))
-    return apply(model, run.plan, mesh, DECODER)
+    return apply(model, run.plan, mesh, DECODER, in_fp8)
 
 
 def reference(run: Run, mesh: Mesh) -> list[nn.Module]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from meshwright.config.run import Run
 from meshwright.data.prepare import prepare
 from meshwright.optim.parameter_server import AsynchronousReplicas
+from meshwright.parallel.apply import Transform
 from meshwright.parallel.mesh import Mesh, join
 from meshwright.runtime.place import Place
 from meshwright.train.build import build
@@ -39,12 +40,12 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...]  # of its weights, in the order of the model
 
 
-def record(place: Place, run: Run, cache: Path, folder: Path) -> None:
+def record(place: Place, run: Run, cache: Path, folder: Path, in_fp8: Transform | None = None) -> None:
     """Run to the last step as one rank; the first writes the losses, norms, first gradients and last weights."""
     mesh = lasting(run, place)
     evidence, corpus = Evidence(folder, mesh), prepare(run, cache, lambda text: None)
     with explaining(run, mesh.device):
-        state = build(run, corpus, mesh)
+        state = build(run, corpus, mesh, in_fp8=in_fp8)
     with explaining(run, mesh.device, state):
         for result in train(run, state, mesh):
             assert isinstance(result, StepResult), "nothing is held out in a proof"

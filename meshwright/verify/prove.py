@@ -29,11 +29,16 @@ TOLERANCES: dict[Precision, tuple[float, str]] = {
     "fp16": (3e-2, "fp16 keeps 11 bits: 5e-4 a product"),
     "fp8": (3e-1, "fp8 keeps 4 bits: 5e-2 a product, and scales are those of what a rank has of a microbatch"),
 }
+EXACTLY = (
+    1e-11,
+    "reference arithmetic: the same FP8 numbers, all else in float64, as tokens whose inputs round change experts",
+)
 QUANTITIES = ("loss", "norm", "gradient", "weight")  # that are compared
 TEXT, CERTIFICATE = "ragged.jsonl", "certificate.json"
 VERSIONS = "versions.json"  # of the weights that each asynchronous worker had in each step
 LONGEST = 600.0  # seconds that one plan may take
 RECORD, JUDGE = (Remote("meshwright.verify.evidence", name) for name in ("record", "judge"))  # by name: they have torch
+RECORD_EXACTLY = Remote("meshwright.verify.scaled", "record_exactly")
 SCHEDULES = get_args(Schedule)
 ONE = "one process"  # what plans are compared with
 # Every axis alone and the combinations that must hold. Dense plans are proved on `tiny` (grouped queries, an odd
@@ -121,8 +126,12 @@ OWN_REFERENCES: dict[str, tuple[str, Remote]] = {
         "one process that computes every worker's gradient by the weights that it had then",
         Remote("meshwright.verify.workers", "record_stale"),
     ),
-    # Of FP8 a microbatch has the scales: of a larger one they are others, and so a few tokens change experts.
-    **dict.fromkeys(("adascale", "fp8"), ("one process, in microbatches of the same size", RECORD)),
+    "adascale": ("one process, in microbatches of the same size", RECORD),
+    # What a rank has of a microbatch has a scale of its own: of more tokens it would be another.
+    "fp8": (
+        "one process, in microbatches and parts of sequences of the same size",
+        Remote("meshwright.verify.scaled", "record_alone"),
+    ),
     "compresses": (
         "one process that is every worker and server in turn, with the same compression and error feedback",
         Remote("meshwright.verify.workers", "record"),
@@ -137,7 +146,7 @@ OWN_FIELDS: dict[str, tuple[str, ...]] = {
     "gather": ("gather",),
     "staleness": ("replicate", "staleness"),
     "adascale": ("microbatch",),
-    "fp8": ("microbatch",),
+    "fp8": ("microbatch", "cp"),
     "compresses": ("replicate",),
 }
 
@@ -361,7 +370,8 @@ def prove_all(jobs: list[Job], cache: Path, folder: Path, say: Callable[[str], N
     certificates = []
     for reference, planned in jobs:
         say(f"{count(reference.arch):,} parameters, {reference.steps} steps of {reference.tokens} positions")
-        tolerance, reason = TOLERANCES[reference.plan.precision]
+        tolerance, reason = allowed(reference)
+        record = RECORD_EXACTLY if is_exact(reference) else RECORD
         certificates.append(
             Certificate(
                 run=reference,
@@ -370,7 +380,7 @@ def prove_all(jobs: list[Job], cache: Path, folder: Path, say: Callable[[str], N
                 reason=reason,
                 torch=version("torch"),
                 reference=named(reference)[0],
-                verdicts=tuple(beside(reference, planned, (RECORD, cache), folder, say, width)),
+                verdicts=tuple(beside(reference, planned, (record, cache), folder, say, width)),
             )
         )
     text = msgspec.json.format(msgspec.json.encode(certificates), indent=2) + b"\n"
@@ -382,6 +392,16 @@ def named(reference: Planned) -> tuple[str, Remote]:
     """What a reference is, in words, and who records it."""
     field = own_field(reference)
     return (ONE, RECORD) if field is None else OWN_REFERENCES[field]
+
+
+def is_exact(planned: Planned) -> bool:
+    """Whether a plan is proved in reference arithmetic, because FP8 that rounds otherwise changes who is an expert."""
+    return isinstance(planned, Run) and planned.arch.experts > 0 and own_field(planned) == "fp8"
+
+
+def allowed(reference: Planned) -> tuple[float, str]:
+    """The largest relative deviation that rounding explains, and why."""
+    return EXACTLY if is_exact(reference) else TOLERANCES[reference.plan.precision]
 
 
 class KeptRanks:
@@ -423,7 +443,7 @@ def beside(
     `work` is record(place, run, given, folder) and its `given`.
     """
     record, given = work
-    tolerance, reason = TOLERANCES[reference.plan.precision]
+    tolerance, reason = allowed(reference)
     whom, reference_record = named(reference)
     say(f"largest relative deviation from {whom}, {tolerance:.0e} allowed ({reason}):")
     say(f"{'plan':<{width}}  {'  '.join(f'{name:>8}' for name in QUANTITIES)}")

@@ -15,10 +15,13 @@ from trials import GPT, alone, corpus_file, deviation, drive, make_corpus, make_
 from worlds import world
 
 from meshwright.kernels import fp8
-from meshwright.parallel import precision
+from meshwright.parallel import precision, shared_fp8
 
 SMALL = ("arch.layers=2", "steps=3", "data.eval_fraction=0.0", "plan.precision=fp64", "sequence=32", "optim.lr=1e-2")
 MOE = ("arch.experts=16", "arch.top_k=2", "arch.expert_ffn=32", "arch.shared_experts=2")
+LATENT = ("arch.preset=tiny-deepseek-v3", "arch.head_dim=32", "arch.rope_dim=16", "arch.v_dim=16")
+AHEAD = ("arch.mtp_layers=1", "plan.microbatch=8")
+ONE_HEAD = ("arch.kv_heads=1", "arch.head_dim=16")
 WIDER = ("arch.kv_heads=8", "arch.head_dim=16", "arch.ffn=256")
 # Codes are the same, unless a sum in another order comes to lie on the other side of a step, once in some 10⁹ elements;
 # what is left is float64's rounding, which a few updates by AdamW amplify.
@@ -78,6 +81,32 @@ def test_adapters_beside_a_base_that_is_multiplied_as_it_is_held(folder):
 
 
 @world(2)
+def test_matrices_that_every_rank_holds_whole_train_as_one_process(folder):
+    compare(folder, ("plan.tp=2", *LATENT))
+    compare(folder, ("plan.tp=2", *LATENT, *AHEAD, "plan.recompute=full"), fp8_scaling="rowwise")
+    compare(folder, ("plan.tp=2", *ONE_HEAD, "arch.qk_norm=full", "arch.attention_bias=qkv"), fp8_grad="e5m2")
+    compare(folder, ("plan.tp=2", *ONE_HEAD, *AHEAD), fp8_scaling="rowwise")
+    compare(folder, ("plan.tp=2", *AHEAD))
+
+
+@world(2)
+@pytest.mark.parametrize("words", [LATENT, ONE_HEAD], ids=["latent attention", "a head of two ranks"])
+def test_a_gradient_that_is_rounded_in_parts_is_another(folder, words):
+    def in_parts(x, group, parts=1):
+        return x
+
+    with (
+        mock.patch.object(shared_fp8, "read_together", in_parts),
+        mock.patch.object(shared_fp8, "shared_out", lambda x, ranks: x),
+    ):
+        if dist.get_rank():
+            compare(folder, ("plan.tp=2", *words))
+        else:
+            with pytest.raises(AssertionError):
+                compare(folder, ("plan.tp=2", *words))
+
+
+@world(2)
 def test_scales_of_parts_would_be_other_numbers(folder):
     with mock.patch.object(fp8, "_agreed", lambda sharing, *amaxes: amaxes):
         if dist.get_rank():
@@ -101,6 +130,7 @@ def test_experts_of_several_ranks_train_as_one_process(folder):
 @world(4)
 def test_four_ranks_train_as_one_process(folder):
     compare(folder, ("plan.tp=4", *WIDER))
+    compare(folder, ("plan.tp=4", *WIDER, "arch.kv_heads=2", *AHEAD))
 
 
 @world(2)
@@ -113,6 +143,7 @@ def test_a_split_backward_trains_as_one_process(folder):
 def test_a_split_backward_over_tp_trains_as_one_process(folder):
     compare(folder, ("plan.tp=2", *SPLIT))
     compare(folder, ("plan.tp=2", *SPLIT, *GPT), fp8_grad="e5m2")
+    compare(folder, ("plan.tp=2", *SPLIT, *LATENT, "arch.mtp_layers=1"))
     compare(
         folder,
         ("plan.tp=2", "plan.pp=2", "plan.schedule=zbv", "plan.grad_accum=4", "arch.layers=4"),

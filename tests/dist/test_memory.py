@@ -60,6 +60,7 @@ GPT = (
     "arch.context=33",  # odd, so that a sharded table is filled up
 )
 
+FP8 = ("plan.precision=fp8",)
 DENSE_LATENT = ("arch.preset=tiny-deepseek-v2", "arch.experts=0", "arch.router_groups=1", "arch.router_top_groups=1")
 POST_NORM = (*GPT, "arch.norm_position=post")
 SPLIT = (*BF16, "optim.master_weights=split")
@@ -115,6 +116,7 @@ TWO = {
         ("plan.shard=2", "plan.zero=3", "arch.mtp_layers=1", *BF16),
         ("plan.shard=2", "plan.zero=1", "plan.ep=2", *MOE, "arch.mtp_layers=1", *TWICE),
         ("plan.tp=2", "arch.mtp_layers=1", *TWICE, *BF16),
+        ("plan.tp=2", "arch.mtp_layers=1", "plan.microbatch=4", *FP8),
         ("plan.pp=2", "arch.mtp_layers=1", *FOUR_TIMES, *BF16),
         ("plan.pp=2", "arch.mtp_layers=1", *FOUR_TIMES, "plan.schedule=zbv"),
     ],
@@ -470,6 +472,8 @@ KEPT = {
         ("plan.tp=2", "arch.preset=tiny-cohere", "arch.qk_norm=layer", *BF16),
         ("plan.cp=2", "arch.preset=tiny-gemma3", *BF16),
         ("plan.tp=2", *DENSE_LATENT, "arch.v_dim=0", "arch.q_rank=48", *BF16),  # else SDPA of a CPU keeps the scores
+        ("plan.tp=2", *DENSE_LATENT, "arch.v_dim=0", "arch.q_rank=48", "arch.head_dim=32", "arch.rope_dim=16", *FP8),
+        ("plan.tp=2", "arch.kv_heads=1", "arch.head_dim=16", *FP8),
         ("plan.cp=2", *DENSE_LATENT),
         ("plan.cp=2", "arch.mtp_layers=1", *BF16),
         ("plan.shard=2", "plan.zero=3", "arch.mtp_layers=1"),

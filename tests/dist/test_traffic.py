@@ -29,6 +29,8 @@ MASKED = ("data.mask_documents=true",)
 ODD_GPT = (*GPT, "arch.context=33")  # odd, so that a sharded table is padded
 MOE = ("arch.preset=tiny-moe",)
 AHEAD = ("arch.preset=tiny-deepseek-v3", "arch.mtp_layers=1")
+LATENT = ("arch.preset=tiny-deepseek-v3", "arch.head_dim=32", "arch.rope_dim=16", "arch.v_dim=16")
+ONE_HEAD = ("arch.kv_heads=1", "arch.head_dim=16")  # fewer than ranks
 LORA = ("adapter.kind=lora", "adapter.rank=3")  # odd, so that a sharded matrix is padded
 DORA = ("adapter.kind=dora", "adapter.rank=3")
 QLORA = ("adapter.kind=qlora", "adapter.rank=3", "arch.hidden=128", "arch.head_dim=16", "arch.ffn=384")
@@ -78,6 +80,11 @@ TWO = {
             "arch.moe_every=2",
             "plan.recompute=full",
         ),
+        ("plan.tp=2", *FP8, *LATENT, *AHEAD[1:], *TWICE),
+        ("plan.tp=2", *FP8, *LATENT, *AHEAD[1:], "plan.recompute=full"),
+        ("plan.tp=2", *FP8, *LATENT, "plan.fp8_scaling=rowwise", "plan.recompute=selective"),
+        ("plan.tp=2", *FP8, *ONE_HEAD, *AHEAD[1:], "plan.fp8_scaling=rowwise", "arch.attention_bias=qkv"),
+        ("plan.tp=2", *FP8, *ONE_HEAD, "arch.qk_norm=full", "plan.recompute=every-2"),
     ],
     "ring": [
         ("plan.cp=2", *TWICE),
@@ -228,6 +235,7 @@ FOUR = {
     "tp in FP8, the backward split": [
         ("plan.tp=2", *FP8, "plan.pp=2", "plan.schedule=zb1p", "plan.chunks=1", *FOUR_TIMES),
         ("plan.tp=2", *FP8, "plan.pp=2", "plan.schedule=zbv", "plan.fp8_scaling=rowwise", *FOUR_TIMES),
+        ("plan.tp=4", *FP8, "arch.kv_heads=2", "arch.head_dim=16", "arch.ffn=256", *TWICE),
     ],
     "pp": [
         ("plan.pp=2", "plan.shard=2", "plan.zero=3", *FOUR_TIMES, *GPT),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from meshwright.config.run import FP8_KEYS, Run
 from meshwright.spec import plan as recompute
+from meshwright.spec.arch import Arch
 from meshwright.spec.optimizers import OPTIMIZERS, in_state_dtype
 from meshwright.spec.params import cut_widths, shares_heads
 from meshwright.spec.plan import FP8_MULTIPLE, Plan
@@ -177,28 +178,41 @@ def _scales_over_tp(run: Run) -> Iterator[Problem]:
     """FP8 matmuls whose parts, and whose gradients, would not be those of the whole."""
     arch, plan = run.arch, run.plan
     stated, remedy = f"plan.precision = fp8 with plan.tp = {plan.tp}", "or plan.precision = bf16"
-    whole = (
-        "latent attention" if arch.is_latent else "multi-token prediction (arch.mtp_layers)" if arch.mtp_layers else ""
-    )
-    if whole:
-        what = f"{stated} is not offered for {whole}, which has matrices that every rank holds whole"
+    held = {
+        "latent attention": arch.is_latent,
+        "multi-token prediction (arch.mtp_layers)": arch.mtp_layers > 0,
+        f"arch.kv_heads = {arch.kv_heads} shared heads": shares_heads(arch, plan.tp),
+    }
+    whole = next((name for name, is_so in held.items() if is_so), "")
+    if whole and arch.adapter.kind != "none":
+        what = f"{stated} beside adapters is not offered for {whole}, with frozen matrices that every rank holds whole"
         yield Problem(what, f"use plan.tp = 1 and plan.shard, {remedy}", "plan.tp")
         return
-    if shares_heads(arch, plan.tp):
-        what = f"{stated} would round the gradient of arch.kv_heads = {arch.kv_heads} shared heads in parts"
-        fewer = f"plan.tp of at most {arch.kv_heads}" if arch.kv_heads > 1 else "plan.tp = 1 and plan.shard"
-        yield Problem(what, f"use {fewer}, {remedy}", "plan.tp")
-        return
-    widths = {"heads · head_dim": arch.q_width, "kv_heads · head_dim": arch.kv_width}
+    tokens = plan.microbatch * run.sequence // plan.cp // plan.tp
+    if arch.mtp_layers and arch.hidden % FP8_MULTIPLE == 0 and tokens % FP8_MULTIPLE:
+        what = f"{stated} leaves each rank {tokens} tokens of a microbatch for what joins arch.mtp_layers, which is no"
+        longer = "a sequence or a microbatch that makes it one"
+        yield Problem(f"{what} multiple of {FP8_MULTIPLE}", f"use {longer}, or a smaller plan.tp, {remedy}", "plan.tp")
+    for name, width, part in _parts_in_fp8(arch, plan.tp):
+        if width % FP8_MULTIPLE == 0 and arch.hidden % FP8_MULTIPLE == 0 and part % FP8_MULTIPLE:
+            what = f"{stated} leaves each rank {part} of arch.{name} = {width}, which is no multiple of {FP8_MULTIPLE}"
+            yield Problem(what, f"use a smaller plan.tp, {remedy}", "plan.tp")
+
+
+def _parts_in_fp8(arch: Arch, tp: int) -> Iterator[tuple[str, int, int]]:
+    """Widths that ranks of tp have parts of in matmuls of blocks, by the keys that they are from, and these parts."""
+    widths = {"heads · head_dim": arch.q_width}
+    if arch.is_latent:
+        inner = arch.head_dim - arch.rope_dim + arch.v_head
+        widths |= {"heads · v_dim": arch.out_width, "heads · (head_dim - rope_dim + v_dim)": arch.heads * inner}
+    elif shares_heads(arch, tp):
+        yield "kv_heads · head_dim", arch.kv_width, arch.head_dim
+    else:
+        widths["kv_heads · head_dim"] = arch.kv_width
     if not all(map(arch.is_moe, range(arch.layers))):
         widths["ffn"] = arch.ffn
     widths["shared_experts · expert_ffn"] = arch.shared_experts * arch.expert_ffn
-    for name, width in widths.items():
-        in_fp8 = width % FP8_MULTIPLE == 0 and arch.hidden % FP8_MULTIPLE == 0
-        if in_fp8 and width % plan.tp == 0 and width // plan.tp % FP8_MULTIPLE:
-            part = f"{width // plan.tp} of arch.{name} = {width}"
-            what = f"{stated} leaves each rank {part}, which is no multiple of {FP8_MULTIPLE}"
-            yield Problem(what, f"use a smaller plan.tp, {remedy}", "plan.tp")
+    yield from ((name, width, width // tp) for name, width in widths.items() if width % tp == 0)
 
 
 def _bf16_params(run: Run) -> Iterator[Problem]:

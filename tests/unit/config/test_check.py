@@ -27,8 +27,12 @@ WRONG = [
     (["plan.precision=bf16", "plan.fp8_accumulate=exact"], "plan.fp8_accumulate = exact is for FP8 matmuls"),
     (["plan.fp8_grad=e5m2"], "plan.fp8_grad = e5m2 is for FP8 matmuls, and plan.precision = fp32"),
     ([*FP8_TP, "plan.tp=4"], "leaves each rank 8 of arch.kv_heads · head_dim = 32, which is no multiple of 16"),
-    ([*FP8_TP, "plan.tp=8"], "would round the gradient of arch.kv_heads = 4 shared heads in parts"),
-    ([*FP8_TP, "plan.tp=2", "arch.mtp_layers=1"], "is not offered for multi-token prediction (arch.mtp_layers)"),
+    ([*FP8_TP, "plan.tp=8"], "leaves each rank 8 of arch.kv_heads · head_dim = 32, which is no multiple of 16"),
+    ([*FP8_TP, "plan.tp=2", "arch.mtp_layers=1", "sequence=16"], "leaves each rank 8 tokens of a microbatch for what"),
+    (
+        [*FP8_TP, "plan.tp=2", "arch.kv_heads=1", "arch.head_dim=16", "adapter.kind=qlora", "adapter.base=fp8"],
+        "beside adapters is not offered for arch.kv_heads = 1 shared heads, with frozen matrices",
+    ),
     (
         [*FP8_TP, "plan.tp=2", "arch.experts=4", "arch.top_k=2", "arch.expert_ffn=16", "arch.shared_experts=1"],
         "leaves each rank 8 of arch.shared_experts · expert_ffn = 16, which is no multiple of 16",

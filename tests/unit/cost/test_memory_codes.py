@@ -30,6 +30,10 @@ ARCHS = {
     "llama": TINY,
     "gpt": msgspec.structs.replace(TINY, norm="layer", positions="learned", mlp="gelu_tanh", bias=True, tied=True),
 }
+LATENT = msgspec.structs.replace(
+    preset("tiny-deepseek-v2"), layers=2, experts=0, router_groups=1, router_top_groups=1, dense_layers=0,
+    head_dim=32, rope_dim=16, v_dim=0, q_rank=48,
+)  # fmt: skip
 ROUTED = msgspec.structs.replace(preset("tiny-moe"), layers=4, kv_heads=8)
 HOW: dict[str, dict[str, Any]] = {
     "int8": {"activation_quant": "int8"},
@@ -106,7 +110,7 @@ def test_of_many_blocks_two_are_on_the_device():
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
+@pytest.mark.parametrize("arch", [*ARCHS.values(), LATENT], ids=[*ARCHS, "latent"])
 def test_fp8_products_keep_codes_of_inputs_and_weights(arch, scaling):
     plan = Plan(microbatch=2, precision="fp8", fp8_scaling=scaling, kernels="plain")
     expected = said(arch, plan, sequence=32)

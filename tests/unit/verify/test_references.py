@@ -1,12 +1,16 @@
 """What a plan is compared with: one process, or a reference of its own that its optimizer or a field asks for."""
 
 import pytest
+import torch
+from torch import nn
 
+from meshwright.kernels.fp8 import Fp8Linear
 from meshwright.verify import prove
+from meshwright.verify.scaled import by_parts, exact
 
 
-def references(folder, overrides, plans):
-    jobs = prove.jobs("tiny", overrides, plans, 6, folder)
+def references(folder, overrides, plans, model="tiny"):
+    jobs = prove.jobs(model, overrides, plans, 6, folder)
     return [(prove.named(reference)[0], reference.plan, [name for name, _ in planned]) for reference, planned in jobs]
 
 
@@ -50,6 +54,33 @@ def test_optimizers_that_compress_have_a_reference_of_as_many_workers(tmp_path, 
 def test_staleness_zero_is_compared_with_one_process_and_more_with_what_happened(tmp_path):
     found = references(tmp_path, [], ["replicate=2,staleness=0", "replicate=2,staleness=2"])
     assert [said for said, *_ in found] == [prove.ONE, prove.OWN_REFERENCES["staleness"][0]]
+
+
+def test_fp8_is_compared_with_the_same_scales_and_of_models_that_route_in_reference_arithmetic(tmp_path):
+    plans = ["replicate=2", "cp=2", "tp=2"]
+    for model, tolerance in (("tiny", prove.TOLERANCES["fp8"][0]), ("tiny-moe", prove.EXACTLY[0])):
+        jobs = prove.jobs(model, ["plan.precision=fp8"], plans, 6, tmp_path)
+        assert {(each.plan.microbatch, each.plan.cp, len(planned)) for each, planned in jobs} == {
+            (2, 1, 1),
+            (4, 2, 1),
+            (4, 1, 1),
+        }
+        assert {prove.allowed(each)[0] for each, _ in jobs} == {tolerance}
+    split = prove.jobs("tiny-moe", ["plan.precision=fp8", "optim.master_weights=split"], ["cp=2"], 6, tmp_path)
+    plain = exact(split[0][0])
+    assert (plain.plan.precision, plain.optim.master_weights) == ("fp64", "fp32")
+
+
+def test_parts_of_sequences_are_multiplied_by_scales_of_their_own():
+    torch.manual_seed(0)
+    linear = nn.Linear(32, 16, bias=False, dtype=torch.float64)
+    linear.__class__ = Fp8Linear
+    x = torch.randn(2, 64, 32, dtype=torch.float64)
+    x[:, 20:24] *= 50  # in the second rank's part alone
+    whole, parts = linear(x), by_parts(linear, 2, x)
+    first = [*range(16), *range(48, 64)]  # of four slices the first and the last are the first rank's
+    assert torch.equal(parts[:, first], linear(x[:, first]))
+    assert not torch.equal(parts[:, first], whole[:, first])
 
 
 def test_the_matrix_leaves_out_what_servers_cannot_have():

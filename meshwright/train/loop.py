@@ -158,8 +158,7 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
         stall = save.hold_update()
         outer.begin(state.step + 1)
         state.optimizer.step(rate, verdict)
-        if run.arch.adapter.kind == "none":  # else it is the base's, as the router is
-            update_load_bias(state.chunks, run.arch, mesh, verdict.finite)
+        update_load_bias(state.chunks, run.arch, mesh, verdict.finite)
         state.scale.update(verdict.finite)
         state.step += 1
         try:

@@ -30,13 +30,14 @@ from worlds import world
 
 from meshwright.checkpoint import peft
 from meshwright.checkpoint.convert import MismatchError, convert, logits, probe_tokens, stock_logits
-from meshwright.checkpoint.model_folder import AdaptedFolder, open_folder, save_native
+from meshwright.checkpoint.model_folder import AdaptedFolder, SeededWeights, digest, open_folder, save_native
 from meshwright.config import load
 from meshwright.config.weights import note_of
 from meshwright.models.decoder import Decoder
 from meshwright.models.dropout import kept
 from meshwright.models.lora import AdaptedExperts, DoraLinear, LoraLinear
-from meshwright.spec.params import trained
+from meshwright.parallel.expert import learned_buffers
+from meshwright.spec.params import buffers, moved, params, trained
 from meshwright.spec.problem import InputError
 from meshwright.train.build import build
 from meshwright.train.loop import train
@@ -265,28 +266,59 @@ def test_dropout_beside_magnitudes_is_peft_s(cut):
     )  # the reference of DPO drops nothing
 
 
-MIXTURE = ("arch.preset=tiny-moe", "arch.layers=2")
+# With load biases, which are the base's.
+MIXTURE = ("arch.preset=tiny-moe", "arch.layers=2", "arch.router_score=sigmoid", "arch.router_load_bias=true")
 SAVED = (*LORA, *MIXTURE, "steps=6", "checkpoint.every=4", "data.eval_fraction=0.0")
 
 
 @world(2)
 def test_a_checkpoint_has_the_adapter_alone_and_resumes_beside_its_own_base(folder):
     run, mesh, state = made(make_run(folder, *SAVED, "plan.replicate=2", "plan.deterministic=true"), folder, CPU)
-    digest = digest_before_the_cut(run, mesh, state, folder / "run")
+    saved = digest_before_the_cut(run, mesh, state, folder / "run")
     dist.barrier()
     names = {param.name for param in trained(run.arch)}
     manifest = json.loads((folder / "run/checkpoints/step-4/manifest.json").read_bytes())
     assert {each[0].partition("/")[2] for each in manifest["tensors"]} == names
     assert manifest["progress"]["base"] == state.base != ""
-    for plan in (("plan.tp=2",), ("plan.shard=2", "plan.zero=3", "plan.deterministic=true")):
+    deterministic = ("plan.shard=2", "plan.zero=3", "plan.deterministic=true")
+    for plan in (("plan.tp=2",), deterministic):
         run, mesh, other = made(make_run(folder, *SAVED, *plan), folder, CPU)
-        assert_it_goes_on(digest, run, mesh, other, folder / "run")
+        assert_it_goes_on(saved, run, mesh, other, folder / "run")
     run, mesh, other = made(make_run(folder, *SAVED, "plan.tp=2"), folder, CPU)
-    with torch.no_grad():
-        next(weight for weight in other.chunks[0].parameters() if not weight.requires_grad).mul_(1.5)
-    with pytest.raises(InputError, match="are not those beside which step-4 was saved"):
-        restore(other, run, mesh, folder / "run", lambda text: None)
+    frozen = next(weight for weight in other.chunks[0].parameters() if not weight.requires_grad).detach()
+    bias = next(iter(learned_buffers(other.chunks[0], run.arch).values()))
+    for part in (frozen, bias):
+        before = part.clone()
+        part.add_(0.5)
+        other.base = ""  # not known yet
+        with pytest.raises(InputError, match="are not those beside which step-4 was saved"):
+            restore(other, run, mesh, folder / "run", lambda text: None)
+        part.copy_(before)
     other.loader.close()
+
+
+def test_a_base_with_other_load_biases_is_another(folder):
+    run = make_run(folder, *MIXTURE)
+    drawn, every = SeededWeights(run.arch, 1), (*params(run.arch), *buffers(run.arch))
+    found = []
+    for shift in (0.0, 0.5):
+        others = ((p.name, drawn.tensor(p.name) + shift * p.name.endswith("load_bias")) for p in every)
+        save_native(folder / f"base{shift}", run.arch, others, None)
+        found.append(digest(open_folder(folder / f"base{shift}")))
+    assert found[0] == digest(drawn) != found[1]
+
+
+def test_load_biases_of_frozen_blocks_stay(folder):
+    words = ("arch.layers=3", "optim.freeze=embed,blocks.1", "plan.replicate=1", "steps=1")
+    run = make_run(folder, *words, arch="tiny-glm4-moe")
+    mine = drive(run, make_corpus(run, folder), alone())
+    biases = learned_buffers(mine.state.chunks[0], run.arch)
+    assert {name: bool(bias.any()) for name, bias in biases.items()} == {
+        "blocks.1.mlp.load_bias": False,
+        "blocks.2.mlp.load_bias": True,
+    }
+    by_name = make_run(folder, *words, "optim.freeze=blocks.*.mlp.load_bias", arch="tiny-glm4-moe")
+    assert not moved(by_name.arch)
 
 
 def trained_adapter(folder: Path, words: tuple[str, ...] = LORA) -> Path:

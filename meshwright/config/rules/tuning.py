@@ -8,7 +8,7 @@ import msgspec
 
 from meshwright.config.run import Run
 from meshwright.spec.arch import Arch
-from meshwright.spec.params import Param, Split, cuts_adapters, params, trained
+from meshwright.spec.params import Param, Split, buffers, cuts_adapters, params, trained
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import Problem
 from meshwright.spec.quantized import BLOCK, is_whole
@@ -93,7 +93,7 @@ def _freeze(run: Run) -> Iterator[Problem]:
     if run.adapter.kind != "none":
         what = "optim.freeze says what is not trained, and beside an adapter nothing is"
         yield Problem(what, "leave optim.freeze out, or [adapter]", "optim.freeze")
-    names = [param.name for param in params(run.arch)]
+    names = [param.name for param in (*params(run.arch), *buffers(run.arch))]
     for pattern in patterns:
         if not any(freezes(pattern, name) for name in names):
             what = f"optim.freeze: {pattern!r} is no weight and no part of the model"

@@ -476,6 +476,13 @@ def _frozen_bytes(group: ParamGroup, view: RankView) -> int:
     )
 
 
+@lru_cache(maxsize=4096)
+def frozen_of_rank(arch: Arch, plan: Plan, rank: int) -> int:
+    """Bytes of what is frozen on the rank of a pipeline stage."""
+    view = RankView(arch=arch, plan=plan, sequence=0, place={"pp": rank})
+    return sum(_frozen_bytes(group, view) for group in groups(view))
+
+
 def _state_bytes(group: ParamGroup, view: RankView, layout: StateLayout) -> int:
     """Bytes of a group's optimizer states where parameters do not have them alike."""
     spec, width = layout.optimizer, layout.state_width
@@ -673,7 +680,7 @@ def _reduce_buffers(job: Job, layout: StateLayout, view: RankView) -> int:
     largest, outside = _unsharded_elements(view)
     shards, moving = job.plan.shards, 0
     if layout.hosted:
-        narrowed = largest * view.narrow // shards if shards > 1 else 0
+        narrowed = _unsharded_bytes(view)[0] // shards if shards > 1 else 0
         moving = largest * view.wide // shards + largest_weight(job.arch) * view.wide // shards + narrowed
     return largest * (view.narrow + view.wide) + (outside * view.narrow if job.plan.pp == 1 else 0) + moving
 

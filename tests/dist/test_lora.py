@@ -53,6 +53,7 @@ QLORA = ("adapter.kind=qlora", "adapter.rank=4", "data.pack=documents", *WIDE)
 FROZEN = ("optim.freeze=embed,blocks.0.*,blocks.1.attn", "data.pack=documents", *DEEP)
 # float64 sums in another order: a few hundred terms of relative error 1e-16 each, through four updates.
 TOLERANCE = 1e-12
+HOSTED = ("plan.zero=3", "plan.cpu_offload=true")
 TWO = (
     ("plan.replicate=2", "plan.grad_accum=2"),
     ("plan.shard=2", "plan.zero=1", "plan.recompute=full"),
@@ -92,7 +93,7 @@ def compare(folder: Path, words: tuple[str, ...], plans: tuple[tuple[str, ...], 
 
 @world(2)
 def test_two_ranks_are_one_device(folder):
-    compare(folder, LORA, TWO)
+    compare(folder, LORA, (*TWO, ("plan.shard=2", *HOSTED, "plan.grad_accum=2"), ("plan.replicate=2", *HOSTED)))
     compare(folder, FROZEN, (("plan.shard=2", "plan.zero=2", "plan.grad_accum=2"), ("plan.tp=2",), TWO[-2]))
     compare(folder, ("optim.freeze=head", "data.pack=documents"), (TWO[-2],))  # that the first stage has nothing of
 
@@ -138,7 +139,11 @@ def test_magnitudes_of_two_ranks_are_those_of_one(folder):
 
 @world(2)
 def test_codes_of_two_ranks_are_those_of_one(folder):
-    compare(folder, QLORA, (TWO[1], TWO[2], ("plan.tp=2", "plan.recompute=full"), TWO[-2], TWO[-1]))
+    compare(
+        folder,
+        QLORA,
+        (TWO[1], TWO[2], ("plan.shard=2", *HOSTED), ("plan.tp=2", "plan.recompute=full"), TWO[-2], TWO[-1]),
+    )
     magnified = (*QLORA, "adapter.kind=dora", "adapter.base=nf4", "arch.bias=true")
     compare(folder, magnified, (("plan.tp=2",), TWO[2]))
     compare(folder, (*QLORA, "adapter.base=fp8", "adapter.targets=q_proj,down_proj"), (("plan.tp=2",), TWO[2]))
@@ -281,7 +286,7 @@ def test_a_checkpoint_has_the_adapter_alone_and_resumes_beside_its_own_base(fold
     assert {each[0].partition("/")[2] for each in manifest["tensors"]} == names
     assert manifest["progress"]["base"] == state.base != ""
     deterministic = ("plan.shard=2", "plan.zero=3", "plan.deterministic=true")
-    for plan in (("plan.tp=2",), deterministic):
+    for plan in (("plan.tp=2",), deterministic, ("plan.shard=2", *HOSTED)):
         run, mesh, other = made(make_run(folder, *SAVED, *plan), folder, CPU)
         assert_it_goes_on(saved, run, mesh, other, folder / "run")
     run, mesh, other = made(make_run(folder, *SAVED, "plan.tp=2"), folder, CPU)

@@ -112,10 +112,6 @@ def _plan(run: Run) -> Iterator[Problem]:
         yield from _beside_copy(plan)
         return
     key = "adapter.kind" if run.adapter.kind != "none" else "optim.freeze"
-    if plan.uses("cpu_offload"):
-        what = f"plan.cpu_offload moves all weights, and {key} freezes some"
-        remedy = "leave it out: frozen weights have no states; plan.optimizer_offload moves those of the others"
-        yield Problem(what, remedy, "plan.cpu_offload")
     for name in ("grad_reduce", "powersgd", "gather", "staleness"):
         if plan.uses(name):
             what = f"plan.{name} is for weights that are all trained, and {key} freezes some"

@@ -503,6 +503,17 @@ def test_a_run_of_an_adapter_ends_as_any_other_and_its_steps_convert(folder):
     for step in ("run", "run@1"):
         report = convert(f"{folder}/{step}", folder / f"{step}-merged", lambda text: None, merge=True)
         assert report.kind_to == "huggingface"
+    said = list[str]()
+    convert(f"{folder}/run", folder / "adapter", said.append)
+    assert "without its base, which is drawn from the seed of its run" in said[-1]
+
+
+def test_an_adapter_beside_a_run_says_that_peft_cannot_open_its_base(folder):
+    said, note = list[str](), json.loads((trained_adapter(folder) / "adapter.json").read_bytes())
+    shutil.copytree(folder / "adapter", folder / "second")
+    (folder / "second" / "adapter.json").write_text(json.dumps(note | {"base": f"{folder}/adapter"}))
+    convert(folder / "second", folder / "peft", said.append)
+    assert said[-1].endswith(f"give it what meshwright convert {folder}/adapter FOLDER --merge writes")
 
 
 def test_bf16_adapters_beside_a_bf16_base_learn(folder):

@@ -102,12 +102,11 @@ class Masker:
         """The text of a conversation, and what of it is trained."""
         chat = self._shaped(chat)
         try:
-            found = self._marked(chat) if self.template.is_marked else self._prefixed(chat)
+            found = _without_marks(self._marked(chat) if self.template.is_marked else self._prefixed(chat))
+            self._complete(chat, found)
         except TemplateError as error:
             what = f"{chat.place}: the chat template of {self.template.name} refuses the sample: {error}"
             raise mistake(what, f"{REPAIR}, or {OTHERWISE}") from None
-        found = _without_marks(found)
-        self._complete(chat, found)
         return found
 
     def _complete(self, chat: Conversation, found: _Text) -> None:

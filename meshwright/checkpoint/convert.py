@@ -18,6 +18,7 @@ from meshwright.checkpoint.model_folder import (
     SHARD_BYTES,
     AdaptedFolder,
     ModelFolder,
+    SeededWeights,
     open_folder,
     staged,
     write_arch,
@@ -285,7 +286,19 @@ def _write_adapter(
     say(_matching(report))
     size = f"{report.dtype}, {report.bytes / 1e6:.1f} MB"
     say(f"wrote {target}: an adapter for peft, {size}; --merge writes the whole model")
+    if words := _only_ours(base):
+        say(f"note: the adapter is nothing without its base, {words}")
     return report
+
+
+def _only_ours(base: ModelFolder | SeededWeights) -> str:
+    """What is said of a base that peft cannot open, and that an adapter would be loaded without."""
+    if isinstance(base, SeededWeights):
+        return "which is drawn from the seed of its run: peft has none, and --merge writes the whole"
+    if base.kind == "huggingface":
+        return ""
+    merge = " --merge" if isinstance(base, AdaptedFolder) else ""
+    return f"{base.path}, which peft cannot open: give it what meshwright convert {base.path} FOLDER{merge} writes"
 
 
 def _write_native(stage: Path, folder: ModelFolder, rounded: torch.dtype | None, shard_bytes: int) -> None:

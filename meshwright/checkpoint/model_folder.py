@@ -438,12 +438,13 @@ class SeededWeights:
 
 
 def digest(weights: ModelFolder | SeededWeights) -> str:
-    """A name for all weights by their values, whatever files and floats hold them.
+    """A name for all weights by their values, and for what is learned beside them, whatever files and floats hold them.
 
     Reads every one; of models so large that a start would wait for it, every second matrix, or fewer.
     """
     found, every = hashlib.sha256(), params(weights.arch)
-    for param in every[:: math.ceil(sum(param.numel for param in every) / MOST_READ)]:
+    read = every[:: math.ceil(sum(param.numel for param in every) / MOST_READ)]
+    for param in (*read, *buffers(weights.arch)):
         bits = weights.tensor(param.name).to(torch.float32).contiguous().view(torch.int32)
         found.update(f"{param.name} {tuple(bits.shape)} {int(bits.sum(dtype=torch.int64))} ".encode())
         found.update(bits.flatten()[:: max(bits.numel() // SAMPLED, 1)].numpy().tobytes())  # in their places

@@ -64,16 +64,35 @@ ELSEWHERE = {
     "lora_alpha": "adapter.alpha",
     "lora_dropout": "adapter.dropout",
     "target_modules": "adapter.targets",
+    "lora_target_modules": "adapter.targets",
     "use_rslora": "adapter.rslora",
+    "load_in_4bit": "adapter.base",
+    "load_in_8bit": "adapter.base",
+    "train_on_inputs": "data.train_on",
+    "assistant_only_loss": "data.train_on",
+    "completion_only_loss": "data.train_on",
+    "sample_packing": "data.pack",
+    "packing": "data.pack",
 }
 # What other tools have a key for and we have none: how it is done here, with the page that says more.
 ADVICE = {
     "messages": 'set data.format = "chat", which reads conversations: docs/chat.md',
     "lora": 'adapters are of [adapter], as in adapter.kind = "lora", adapter.rank = 16: docs/lora.md',
+    "dora": 'magnitudes are of adapter.kind = "dora": docs/lora.md',
+    "peft": (
+        "an adapter is A and B of one rank beside the linear layers that adapter.targets names, in every layer; "
+        "other weights are trained by optim.freeze, which names those that are not, without [adapter]: docs/lora.md"
+    ),
 }
 TOPICS = {
     "messages": ("messages", "conversations", "instruction"),
     "lora": ("lora", "qlora", "peft"),
+    "dora": ("use_dora", "dora"),
+    "peft": (
+        *("modules_to_save", "layers_to_transform", "layers_pattern", "exclude_modules", "init_lora_weights"),
+        *("rank_pattern", "alpha_pattern", "target_parameters", "loftq_config", "trainable_token_indices"),
+        *("lora_bias", "adapter.bias"),
+    ),
 }
 EXTRA = {"extends": str, "arch.preset": str}  # understood by the loader, gone from the run it makes
 DERIVED = ("tuning",)  # fields of a run's values that follow from its keys, and are none
@@ -166,7 +185,7 @@ def unknown(key: str, siblings: list[str], value: Any = None) -> Problem:
         return Problem(f"{key} has a new name", f"write {new}", key)
     if last in ELSEWHERE:
         return Problem(f"{key} is not a key", f"here it is called {ELSEWHERE[last]}", key)
-    if about := topic(last):
+    if about := topic(key) or topic(last):
         return Problem(f"{key} is not a key", ADVICE[about], key)
     near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
     near = near or [other for other in everything if other.rsplit(".", 1)[-1] == last]

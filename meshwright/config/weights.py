@@ -31,6 +31,7 @@ from meshwright.spec.tuning import Adapter
 RUN, SUMMARY, RECORDS = "run.toml", "summary.json", "steps.rank0.jsonl"
 CHECKPOINTS, MANIFEST, MODEL = "checkpoints", "manifest.json", "model"
 ADAPTER = "adapter.json"  # beside the weights of an adapter
+PEFT = "adapter_config.json"  # beside those that peft wrote
 BASE = "base.json"  # in the run of an adapter: the digest of what it is trained beside
 TEXT = "text"  # in a run: what the folder that it began from says of its text
 STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
@@ -135,6 +136,10 @@ def _no_weights(reference: str, folder: str) -> InputError:
         return mistake(what, f"fetch them first: meshwright convert {shown} FOLDER")
     if Path(reference).suffix in PICKLES:
         return InputError([a_pickle(Path(reference))])
+    if (Path(reference) / PEFT).is_file():
+        what = f"{Path(reference)} is an adapter as peft has it, and no whole model"
+        remedy = "of a run of yours name the run, or write the whole model by meshwright convert RUN OUT --merge"
+        return mistake(what, f"{remedy}; else merge it by peft's merge_and_unload(), and save that")
     what = f"{Path(reference)} holds neither {CONFIG} nor {ARCH}"
     if not Path(reference).is_dir():
         what = f"{folder} is not a folder"

@@ -73,9 +73,11 @@ def passes(arch: Arch) -> int:
 def step_flops(arch: Arch, sequence: int, batch: int, span: float | None = None) -> float:
     """The model's operations in one optimizer step, attention in full, recomputation not counted.
 
-    `span` is the mean over tokens of the document that each is in; None: nothing is masked.
+    `span` is the mean over tokens of the document that each is in; None: nothing is masked. DoRA's norms of rows, of
+    which weights alone have a part, count once: they are the same in every microbatch.
     """
-    return (_products_per_token(arch) + _attended_per_token(arch, span or sequence, False)) * sequence * batch
+    by_token = _products_per_token(arch) + _attended_per_token(arch, span or sequence, False)
+    return by_token * sequence * batch + sum(norm_flops(arch))
 
 
 def attention_share(arch: Arch, span: float) -> float:
@@ -141,7 +143,8 @@ def _trained_beside(arch: Arch, layer: int) -> tuple[Param, ...]:
 
 def causal_step_flops(arch: Arch, sequence: int, batch: int, span: float | None = None) -> float:
     """The same with attention as it is computed: a token sees itself and what came before it in its document."""
-    return (_products_per_token(arch) + _attended_per_token(arch, span or sequence, True)) * sequence * batch
+    by_token = _products_per_token(arch) + _attended_per_token(arch, span or sequence, True)
+    return by_token * sequence * batch + sum(norm_flops(arch))
 
 
 def attention_flops(arch: Arch, sequence: int, batch: int, span: float | None = None) -> float:
@@ -162,7 +165,8 @@ def document_span(sequence: int, mean_document: float) -> float:
 def hardware_flops(arch: Arch, plan: Plan, sequence: int, batch: int, span: float | None = None) -> float:
     """What the machines do in one optimizer step: the model's operations, and those that the backward recomputes.
 
-    Recomputation by operation saves what all matmuls return, and so repeats none of these operations.
+    Recomputation by operation saves what all matmuls return, and so repeats none of these operations. Norms of rows are
+    made by every rank that reads data, for every microbatch.
     """
     return recomputed_flops(arch, plan, sequence, batch, policy_of(plan), span)
 
@@ -171,8 +175,10 @@ def recomputed_flops(
     arch: Arch, plan: Plan, sequence: int, batch: int, policy: ActivationPolicy, span: float | None = None
 ) -> float:
     """The same where blocks recompute by a policy that may be another stack's."""
+    norms, times = norm_flops(arch, plan.ep), plan.grad_accum * plan.data * plan.cp
+    every = step_flops(arch, sequence, batch, span) + times * sum(norms) - sum(norm_flops(arch))
     if policy.by_operation:
-        return step_flops(arch, sequence, batch, span)
+        return every
     recomputed = 0.0
     lengths = stage_lengths(arch, plan)
     for length, end in zip(lengths, accumulate(lengths), strict=True):
@@ -183,7 +189,8 @@ def recomputed_flops(
                 continue
             recomputed += sum(block_flops_per_token(arch, layer, span or sequence) for layer in layers)
             recomputed -= 0 if policy.to_the_end else _unneeded(arch, layers[-1])
-    return step_flops(arch, sequence, batch, span) + recomputed * sequence * batch
+            every += times * sum(norms[layer] for layer in layers)
+    return every + recomputed * sequence * batch
 
 
 def block_flops_per_token(arch: Arch, layer: int, span: float) -> float:
@@ -195,6 +202,21 @@ def block_flops_per_token(arch: Arch, layer: int, span: float) -> float:
 def _block_matmuls(arch: Arch, layer: int) -> float:
     weights = (param for param in params(arch) if param.layer == layer and param.is_matrix)
     return 2 * sum(param.numel * _uses(arch, param) for param in weights)
+
+
+@cache
+def norm_flops(arch: Arch, ep: int = 1) -> tuple[float, ...]:
+    """What one forward of each block multiplies for the norms of DoRA's rows: W Aᵀ, A Aᵀ, and B with that.
+
+    Of routed experts, those of one of `ep` ranks.
+    """
+    found, rank = [0.0] * arch.blocks, arch.adapter.rank
+    for param in params(arch) if arch.adapter.kind == "dora" else ():
+        if has_row_norms(param, arch):
+            *experts, out, into = param.shape
+            matrices = math.prod(experts) / (ep if param.expert else 1)
+            found[param.layer] += 2 * matrices * rank * (out * into + rank * into + rank * out)
+    return tuple(found)
 
 
 def _unneeded(arch: Arch, layer: int) -> float:

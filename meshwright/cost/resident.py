@@ -482,6 +482,13 @@ def _frozen_bytes(group: ParamGroup, view: RankView) -> int:
     )
 
 
+@lru_cache(maxsize=4096)
+def frozen_of_rank(arch: Arch, plan: Plan, rank: int) -> int:
+    """Bytes of what is frozen on the rank of a pipeline stage."""
+    view = RankView(arch=arch, plan=plan, sequence=0, place={"pp": rank})
+    return sum(_frozen_bytes(group, view) for group in groups(view))
+
+
 def _state_bytes(group: ParamGroup, view: RankView, layout: StateLayout) -> int:
     """Bytes of a group's optimizer states where parameters do not have them alike."""
     spec, width = layout.optimizer, layout.state_width
@@ -679,7 +686,7 @@ def _reduce_buffers(job: Job, layout: StateLayout, view: RankView) -> int:
     largest, outside = _unsharded_elements(view)
     shards, moving = job.plan.shards, 0
     if layout.cpu_offload:
-        narrowed = largest * view.compute_bytes // shards if shards > 1 else 0
+        narrowed = _unsharded_bytes(view)[0] // shards if shards > 1 else 0
         moving = largest * view.accum_bytes // shards + largest_weight(job.arch) * view.accum_bytes // shards + narrowed
     waiting = outside * view.compute_bytes if job.plan.pp == 1 else 0
     return largest * (view.compute_bytes + view.accum_bytes) + waiting + moving

@@ -50,7 +50,7 @@ from meshwright.spec.communication import (
     served_rows,
 )
 from meshwright.spec.optimizers import DESCRIPTIONS, OptimizerSpec, Statistic, is_of
-from meshwright.spec.params import Param, Split, buffers, held_split, kv_part, layer_params, params, trained
+from meshwright.spec.params import Param, Split, held_split, kv_part, layer_params, moved, params, trained
 from meshwright.spec.plan import FP8_MULTIPLE, Plan
 from meshwright.spec.quantized import FORMATS, is_quantized
 from meshwright.spec.schedule import IN_SIGHT, Schedule, actions
@@ -131,8 +131,7 @@ def traffic(
     # All ranks agree on the step's loss, the gradient's square norm and how many must stop before anyone updates.
     axis: Axis = "world" if plan.parts == 1 else "peers"  # of one update
     agreed = [Collective(kind="all_reduce", axis=axis, count=int(plan.world > plan.parts), bytes=3 * DOUBLE)]
-    # How many tokens asked for each expert; beside an adapter the router's bias is the base's, as the router is.
-    if learned := buffers(arch) if arch.adapter.kind == "none" else ():
+    if learned := moved(arch):  # how many tokens asked for each expert
         size = sum(param.numel for param in learned) * COUNT_BYTES
         agreed += [Collective(kind="all_reduce", axis="world", count=int(plan.world > 1), bytes=size)]
     return merged(chain(weight_traffic(view, apart=apart), _activation_traffic(view), agreed, updates))

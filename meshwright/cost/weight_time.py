@@ -30,7 +30,7 @@ from meshwright.cost.primitives import (
     rates,
 )
 from meshwright.cost.rank_view import RankView, grid, groups, stored_shape
-from meshwright.cost.resident import parameters
+from meshwright.cost.resident import frozen_of_rank, parameters
 from meshwright.cost.traffic import Collective, gathers, reductions, stages_stay, update_traffic, weight_traffic
 from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.stacks import Stack, StackSpeed, efficiency_of
@@ -120,7 +120,7 @@ def weight_seconds(job: Job, rank: int, at: Rates, behind: OverlapWindow) -> Wei
     every = sent(job, rank, at)
     update = exposed_update(every.update, behind.forward, job.arch.layers) if every.update else 0.0
     if (layout := state_layout(job)).cpu_offload:
-        moved = travels(plan, layout, held(job.arch, plan, rank), job.cluster)
+        moved = _travels(job, layout, rank)
         update = exposed_travels(moved, plan, behind.forward * plan.grad_accum, behind.backward * plan.grad_accum)
     left = max(behind.backward - (every.reduce if plan.zero else 0.0), 0.0)
     return WeightSeconds(
@@ -150,7 +150,7 @@ def least_seconds(job: Job, rank: int, at: Rates, behind: OverlapWindow) -> tupl
     together = every.gather + every.reduce + every.copies - min(every.copies, beside)
     waits = every.exposed - (every.outer if job.plan.staleness else 0.0)  # which may hide
     if (layout := state_layout(job)).cpu_offload:
-        moved = travels(job.plan, layout, held(job.arch, job.plan, rank), job.cluster)
+        moved = _travels(job, layout, rank)
         waits += exposed_travels(moved, job.plan, math.inf, math.inf)
     return waits + alone, waits + together
 
@@ -413,10 +413,18 @@ def exposed_update(update: float, forward: float, layers: int) -> float:
     return max(update - forward * (1 - 1 / layers), update / layers)
 
 
-def travels(plan: Plan, layout: StateLayout, elements: float, cluster: Cluster) -> HostTransfers:
+def _travels(job: Job, layout: StateLayout, rank: int) -> HostTransfers:
+    """What moves between a rank's host and its device."""
+    arch, plan = job.arch, job.plan
+    found = travels(plan, layout, held(arch, plan, rank), job.cluster, frozen_of_rank(arch, plan, rank))
+    forth = 1 + arch.compared  # the reference of DPO goes forward as well
+    return msgspec.structs.replace(found, arrive=found.arrive * (forth + 1) / 2)
+
+
+def travels(plan: Plan, layout: StateLayout, elements: float, cluster: Cluster, frozen: int = 0) -> HostTransfers:
     """Of so many weights on a rank: every microbatch brings them twice, and takes their gradient away once.
 
-    Sums over copies leave with the last microbatch only.
+    Beside them come so many bytes of what is frozen. Sums over copies leave with the last microbatch only.
     """
     link = achieved(cluster.host)
     spec = layout.optimizer
@@ -424,7 +432,7 @@ def travels(plan: Plan, layout: StateLayout, elements: float, cluster: Cluster) 
     passes += STATE_ROUNDING_BYTES if layout.bf16_states else 0
     sums = plan.grad_accum if plan.copies == 1 else 1
     return HostTransfers(
-        arrive=elements * layout.of("weights", "host") * 2 * plan.grad_accum / link,
+        arrive=(elements * layout.of("weights", "host") + frozen) * 2 * plan.grad_accum / link,
         leave=elements * layout.of("gradients", "host") * sums / link,
         update=elements * passes / (cluster.host_bandwidth * HOST_REACH),
     )

@@ -134,6 +134,24 @@ class ChatTemplate:
         return "".join(text), spans
 
     def _rendered(self, messages: Messages, tools: Any, prompt: bool) -> str:
+        if any(message.get("tool_calls") for message in messages) and self.takes_calls_as_text:
+            messages = [message | {"tool_calls": calls_as_text(message)} for message in map(dict, messages)]
+        return self._render(messages, tools, prompt)
+
+    @cached_property
+    def takes_calls_as_text(self) -> bool:
+        """Whether it wants the arguments of a tool call as JSON in a text, and not as the object that they are."""
+        taken = []
+        for arguments in ({"place": 1}, '{"place": 1}'):
+            call = {"type": "function", "id": "call00001", "function": {"name": "ask", "arguments": arguments}}
+            turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            try:
+                taken.append("'place'" not in self._render(turns, None, False))  # which is Python's, and not JSON
+            except TemplateError:
+                taken.append(False)
+        return taken == [False, True]
+
+    def _render(self, messages: Messages, tools: Any, prompt: bool) -> str:
         program = _compiled(self.source, self.clock)
         from jinja2 import TemplateError as JinjaError
 
@@ -146,6 +164,21 @@ class ChatTemplate:
             )
         except failures as error:
             raise TemplateError(str(error) or type(error).__name__) from None
+
+
+def calls_as_text(message: Mapping[str, Any]) -> Any:
+    """The tool calls of a message with their arguments as JSON."""
+    calls = message.get("tool_calls")
+    return [_with_arguments(call, _json) for call in calls] if isinstance(calls, list) else calls
+
+
+def _with_arguments(call: Any, written: Callable[[Any], Any]) -> Any:
+    """A call with its arguments in another form, if it has an object of them."""
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _with_arguments(call["function"], written)}
+    return call | {"arguments": written(call["arguments"])} if isinstance(call.get("arguments"), dict) else call
 
 
 def require_program(template: ChatTemplate, remedy: str) -> None:

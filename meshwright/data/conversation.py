@@ -186,10 +186,31 @@ def _turn(place: str, turn: dict[str, Any]) -> Message:
         raise mistake(f"{place} has no role, only {', '.join(turn)}", 'every turn has a "role" and a "content"')
     content = given.get("content", content)
     message = {**given, "role": role, "content": _content(place, content)}
+    if isinstance(calls := given.get("tool_calls"), list):
+        message["tool_calls"] = [_call(place, call) for call in calls]
     reasoning = next((given[name] for name in REASONING if name in given), None)
     if reasoning is not None:  # templates read one name or the other
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return message
+
+
+def _call(place: str, call: Any) -> Any:
+    """A tool call with its arguments as an object, which many files hold as JSON in a text."""
+    if not isinstance(call, dict):
+        raise mistake(f"{place}: a tool call holds {quoted(_json(call))}, not an object", REPAIR)
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _call(place, call["function"])}
+    arguments = call.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        found = msgspec.json.decode(arguments) if arguments.strip() else {}
+    except msgspec.MsgspecError:
+        found = None
+    if not isinstance(found, dict):
+        what = f"{place}: the arguments of the call of {call.get('name')!r} are not a JSON object"
+        raise mistake(f"{what}: {quoted(arguments)}", REPAIR)
+    return call | {"arguments": found}
 
 
 def _content(place: str, content: Any) -> str:

@@ -102,35 +102,65 @@ class Masker:
         """The text of a conversation, and what of it is trained."""
         chat = self._shaped(chat)
         try:
-            found = self._marked(chat) if self.template.is_marked else self._prefixed(chat)
+            found = _without_marks(self._marked(chat) if self.template.is_marked else self._prefixed(chat))
+            self._complete(chat, found)
         except TemplateError as error:
             what = f"{chat.place}: the chat template of {self.template.name} refuses the sample: {error}"
             raise mistake(what, f"{REPAIR}, or {OTHERWISE}") from None
-        found = _without_marks(found)
-        self._complete(chat, found)
         return found
 
     def _complete(self, chat: Conversation, found: _Text) -> None:
-        """Every trained answer must be in what is trained of the text, by its last line."""
-        trained = "".join(found.text[start:end] for start, end in found.spans)
-        for number in self._chosen(chat):
-            said = _said(found.of.messages[number]["content"]).replace(APART, "").split("\n")
-            line = next((line.strip() for line in reversed(said) if line.strip()), "")
-            if line not in trained:
-                what = f"{chat.place}: the chat template of {self.template.name} leaves out {quoted(line)}"
-                raise mistake(f"{what} of turn {number + 1}", f"{REPAIR}, or {OTHERWISE}")
+        """Every trained answer must be in what is trained of the text: its lines, its calls, and its reasoning."""
+        texts, chosen = [found.text[start:end] for start, end in found.spans], self._chosen(chat)
+        if self.train_on == "all" or len(texts) != len(chosen):  # marks that part an answer
+            texts = ["".join(texts)] * len(chosen)
+        for number, trained in zip(chosen, texts, strict=True):
+            message = found.of.messages[number]
+            lost = _lost(_said(message["content"]).replace(APART, ""), trained) or _lost_call(message, trained)
+            lost = lost or self._lost_reasoning(chat, message, number, trained)
+            if lost:
+                what = f"{chat.place}: the chat template of {self.template.name} leaves out {quoted(lost)}"
+                last = "; where only earlier answers lose something, data.train_on = last will do"
+                is_last = number == chat.answers[-1]
+                raise mistake(f"{what} of turn {number + 1}", f"{REPAIR}, or {OTHERWISE}{'' if is_last else last}")
+
+    def _lost_reasoning(self, chat: Conversation, message: Mapping[str, Any], number: int, trained: str) -> str:
+        """What is missing of the reasoning of an answer that is past; a template that writes none at all is told of."""
+        reasoning = message.get("reasoning_content")
+        lost = _lost(reasoning.replace(APART, ""), trained) if isinstance(reasoning, str) else ""
+        if not lost:
+            return ""
+        if lost in self.template.text(chat.messages[: number + 1], chat.tools):
+            return lost
+        self.notes.setdefault(
+            "reasoning",
+            f"the template of {self.template.name} writes no reasoning: that of answers as in {chat.place} "
+            f"({quoted(lost)}) is not trained",
+        )
+        return ""
 
     def _shaped(self, chat: Conversation) -> Conversation:
         """The same as the template takes it, with special tokens that somebody wrote broken apart: text is no mark."""
         spelled = any(self.pattern.search(text) for message in chat.messages for text in _texts(message).values())
         if not spelled and not self.in_parts:
             return chat
+        if spelled:
+            self._spelled(chat)
         messages = []
         for message in chat.messages:
             apart = {name: self.pattern.sub(_apart, text) for name, text in _texts(message).items()}
             content = {"content": _parts(apart["content"])} if self.in_parts else {}
             messages.append(message | apart | content)
         return Conversation(chat.place, messages, chat.tools, chat.prompt)
+
+    def _spelled(self, chat: Conversation) -> None:
+        """Tell of a special token in what somebody says."""
+        texts = (text for message in chat.messages for text in _texts(message).values())
+        first = next(found for text in texts if (found := self.pattern.search(text)))
+        self.notes.setdefault(
+            "spelled",
+            f"{chat.place} spells out {first[0]}, a special token: in what somebody says it stays text",
+        )
 
     def _chosen(self, chat: Conversation) -> list[int]:
         """The answers that are trained."""
@@ -174,29 +204,63 @@ class Masker:
         through = self.template.text(chat.messages[: number + 1], chat.tools)
         if whole.startswith(through):
             return start, self._closed(chat, whole, start, len(through))
-        # Some templates write an answer otherwise once it is past. What is the same behind another answer is not its.
-        others = [*chat.messages]
-        others[number] = others[number] | {"content": _parts(OTHER) if self.in_parts else OTHER}
-        other = self.template.text(others, chat.tools)
+        calls = bool(chat.messages[number].get("tool_calls")) and through.startswith(prompt)
+        after = self._past_call(chat, whole, start, number, through) if calls else None
+        after = after or self._past(chat, whole, start, number)
+        if after is None:
+            raise self._unstopped(chat, whole[start:])
+        self._stopped(after[0])
+        if through.startswith(prompt) and not through.startswith(whole[start : after.end()], start):
+            self.notes.setdefault(
+                "past",
+                f"generation writes answers as that of turn {number + 1} of {chat.place} from "
+                f"{quoted(through[start : start + 60])} on, and earlier ones are trained from "
+                f"{quoted(whole[start : start + 60])} on (the template of {self.template.name} writes them so); "
+                "data.train_on = last trains none of these",
+            )
+        return start, after.end()
+
+    def _past(self, chat: Conversation, whole: str, start: int, number: int) -> re.Match[str] | None:
+        """What closes an answer that the template writes otherwise once it is past.
+
+        What is the same behind another answer is not its.
+        """
+        other = self._with_other(chat, number)
         behind = common(whole[start:][::-1], other[::-1])
         after = self.pattern.search(whole, len(whole) - behind)
         if OTHER not in other or after is None or whole[len(whole) - behind : after.start()].strip():
-            raise self._unstopped(chat, whole[start:])
-        self._stopped(after[0])
-        return start, after.end()
+            return None
+        return after
+
+    def _past_call(self, chat: Conversation, whole: str, start: int, number: int, through: str) -> re.Match[str] | None:
+        """Of one that calls a tool: the first token before the next turn's words that closes it as a last one."""
+        stop = self._closing(through, start, len(through))
+        closing = self.pattern.finditer(whole, start, common(whole, self._with_other(chat, number + 1)))
+        return next((found for found in closing if stop is not None and found[0] == stop[0]), None)
+
+    def _with_other(self, chat: Conversation, number: int) -> str:
+        """The text of a conversation in which one turn says something else."""
+        others = [*chat.messages]
+        others[number] = others[number] | {"content": _parts(OTHER) if self.in_parts else OTHER}
+        return self.template.text(others, chat.tools)
 
     def _closed(self, chat: Conversation, whole: str, start: int, end: int) -> int:
-        """The end of an answer's stop token: of the special tokens that nothing but white space follows, the first that
-        ends a text, else the last."""
+        """The end of an answer's stop token."""
+        stop = self._closing(whole, start, end)
+        if stop is None:
+            raise self._unstopped(chat, whole[start:end])
+        self._stopped(stop[0])
+        return stop.end()
+
+    def _closing(self, whole: str, start: int, end: int) -> re.Match[str] | None:
+        """Of the special tokens that nothing but white space follows, the first that ends a text, else the last."""
         closing, at = list[re.Match[str]](), start
         for found in self.pattern.finditer(whole, start, end):
             closing = [*closing, found] if not whole[at : found.start()].strip() else [found]
             at = found.end()
         if not closing or whole[at:end].strip():
-            raise self._unstopped(chat, whole[start:end])
-        stop = next((found for found in closing if self.special[found[0]] in self.ends), closing[-1])
-        self._stopped(stop[0])
-        return stop.end()
+            return None
+        return next((found for found in closing if self.special[found[0]] in self.ends), closing[-1])
 
     def _stopped(self, stop: str) -> None:
         self.stops[self.special[stop]] += 1
@@ -216,7 +280,7 @@ class Masker:
         plain = self.train_on != "all" and chosen == chat.answers
         shape = tuple((message["role"], "tool_calls" in message) for message in chat.messages)
         self._held[shape] += 1
-        if plain and self._held[shape] > HELD and not self.notes:
+        if plain and self._held[shape] > HELD and not self.notes.keys() & {"prompt", "marks"}:
             spans = marked
         else:
             begins = [self._begin(chat, whole, number) for number in chat.answers]
@@ -424,6 +488,22 @@ def _texts(message: Mapping[str, Any]) -> dict[str, str]:
 
 def _said(content: Any) -> str:
     return content if isinstance(content, str) else content[0]["text"]
+
+
+def _lost(said: str, trained: str) -> str:
+    """The last line of what somebody says that is not in what is trained."""
+    if said.strip() in trained:
+        return ""
+    lines = (line.strip() for line in reversed(said.split("\n")))
+    return next((line for line in lines if line not in trained), "")
+
+
+def _lost_call(message: Mapping[str, Any], trained: str) -> str:
+    """The name of a function that an answer calls and that is not in what is trained."""
+    calls = message.get("tool_calls")
+    calls = [call.get("function", call) for call in calls] if isinstance(calls, list) else []
+    names = (str(call.get("name", "")) for call in calls if isinstance(call, dict))
+    return next((name for name in names if name not in trained), "")
 
 
 def _apart(found: re.Match[str]) -> str:

@@ -46,7 +46,7 @@ SMALL = 64 << 20  # bytes of files that are told apart by their content; larger 
 SAMPLE = 2_000_000  # characters to train a tokenizer on; of Python's library, twice as many save 1 % of the tokens
 SAMPLE_FILES = 256  # files they are taken from
 MUCH_FILLER = 0.5  # share of the samples from which on another packing is advised
-CHAT_VERSION = 1  # of what masks are made by
+CHAT_VERSION = 2
 LOOKED_AT = 1 << 16  # tokens of a ready source that are held against the vocabulary before the run
 
 try:

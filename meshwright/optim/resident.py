@@ -299,9 +299,10 @@ def _allocated(memory: PinnedMemory, device: torch.device, tensor: Tensor) -> Te
 
 
 def bytes_needed(chunks: Iterable[nn.Module], run: Run) -> int:
-    """Host memory of a rank's weights, their gradients, optimizer states, and the low bits of split masters."""
-    weights = (local(weight.detach()) for chunk in chunks for weight in chunk.parameters())
-    low, states = 2 if run.optim.master_weights == "split" else 0, OPTIMIZERS[run.optim.name].state_bytes
-    return sum(
-        each.numel() * (2 * each.itemsize + states(state_dtype(run.optim, each).itemsize) + low) for each in weights
-    )
+    """Host memory of a rank's weights, and of what is trained gradients, states and the low bits of split masters."""
+    low, states, need = 2 if run.optim.master_weights == "split" else 0, OPTIMIZERS[run.optim.name].state_bytes, 0
+    for weight in (each for chunk in chunks for each in chunk.parameters()):
+        mine = local(weight.detach())
+        beside = mine.itemsize + states(state_dtype(run.optim, mine).itemsize) + low if weight.requires_grad else 0
+        need += mine.numel() * (mine.itemsize + beside)
+    return need

@@ -33,7 +33,7 @@ from meshwright.parallel.mesh import Mesh, all_to_all
 from meshwright.parallel.model_spec import note
 from meshwright.parallel.tensor import hold_experts
 from meshwright.spec.arch import Arch
-from meshwright.spec.params import buffers
+from meshwright.spec.params import buffers, moved
 from meshwright.spec.plan import Plan
 
 
@@ -242,15 +242,15 @@ def update_load_bias(chunks: Iterable[nn.Module], arch: Arch, mesh: Mesh, applie
     One all-reduce of 8 · layers with experts · experts bytes over all ranks: those of other stages add zeros, and those
     that see the same tokens count them as often as each other.
     """
-    if not arch.router_load_bias:
+    places = {param.name: number for number, param in enumerate(moved(arch))}
+    if not places:
         return
-    places = {param.name: number for number, param in enumerate(buffers(arch))}
     asked = torch.zeros(len(places), arch.experts, dtype=torch.int64, device=mesh.device)
     layers = {
         places[f"{name}.load_bias"]: module
         for chunk in chunks
         for name, module in chunk.named_modules()
-        if isinstance(module, MoELayer)
+        if isinstance(module, MoELayer) and f"{name}.load_bias" in places
     }
     for place, layer in layers.items():
         assert layer.asked is not None, "the architecture says so"

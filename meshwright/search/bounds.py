@@ -183,8 +183,8 @@ class MemoryBound:
         return self._frozen(layout) + max((each.held + each.gradient + shadow) * shard, each.held * shard + copied)
 
     def _frozen(self, layout: AxesChoice) -> float:
-        """Bytes of a rank's part of the weights that are not trained."""
-        return self.frozen / (layout.pp * layout.tp * layout.shards)
+        """Bytes of a rank's part of the weights that are not trained, on its device."""
+        return 0.0 if layout.cpu_offload else self.frozen / (layout.pp * layout.tp * layout.shards)
 
     def _shard(self, layout: AxesChoice) -> float:
         """Numbers in a rank's part of the weights."""
@@ -340,7 +340,7 @@ def smallest_world(question: Question) -> float:
         return least
     on_host = state_layout(question.job(Plan(microbatch=1, zero=3, precision=question.precision, cpu_offload=True)))
     there = on_host.of("weights", "host") + on_host.of("moments", "host") + on_host.of("gradients", "host")
-    return min(least, there * numbers / (question.cluster.host_bytes or math.inf))
+    return min(least, (there * numbers + frozen) / (question.cluster.host_bytes or math.inf))
 
 
 def widths(question: Question) -> tuple[int, int]:

@@ -87,7 +87,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def freezes(self) -> bool:
-        """Whether some weights are frozen, or a copy of them: all are on the device."""
+        """Whether some weights are frozen, or a copy of them."""
         return self.arch.tuning is not msgspec.UNSET
 
     @property

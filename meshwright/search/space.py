@@ -388,7 +388,7 @@ def may_live_in_host_memory(question: Question) -> bool:
     """Whether the fields that every plan has let weights, gradients and states be there, and there is such memory."""
     fixed = question.fixed
     apart = question.state_dtype == "bf16" and question.master_weights == "fp32"  # only the states are offloaded
-    updates_on_device = question.updates_whole or question.freezes or question.state_dtype in FORMATS
+    updates_on_device = question.updates_whole or question.arch.copies_reference or question.state_dtype in FORMATS
     on_device = fixed.get("bf16_params") or fixed.get("deterministic") or apart or updates_on_device
     wanted = question.has_host or fixed.get("cpu_offload")
     return bool(wanted and not on_device and fixed.get("optimizer_offload", "none") == "none")

@@ -117,6 +117,12 @@ def buffers(arch: Arch) -> tuple[Param, ...]:
 
 
 @cache
+def moved(arch: Arch) -> tuple[Param, ...]:
+    """Of these what a step moves: beside an adapter they are the base's, and some may be frozen."""
+    return tuple(param for param in buffers(arch) if arch.trains(param.name))
+
+
+@cache
 def saved(arch: Arch) -> tuple[Param, ...]:
     """Those that a checkpoint holds: all, or beside a base that is not its own the adapter's."""
     return params(arch) if arch.adapter.kind == "none" else trained(arch)

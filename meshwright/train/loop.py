@@ -166,8 +166,7 @@ def steps(run: Run, state: State, mesh: Mesh, save: Save, stop: Stop) -> Iterato
         stall = save.hold_update()
         outer.begin(state.step + 1)
         state.optimizer.step(rate, stats)
-        if run.arch.adapter.kind == "none":  # else it is the base's, as the router is
-            update_load_bias(state.chunks, run.arch, mesh, stats.finite)
+        update_load_bias(state.chunks, run.arch, mesh, stats.finite)
         state.scale.update(stats.finite)
         state.step += 1
         try:

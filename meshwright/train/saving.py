@@ -312,9 +312,10 @@ def digest_of(state: State, run: Run, mesh: Mesh) -> str:
 
 
 def note_base(state: State, run: Run, mesh: Mesh) -> None:
-    """Let a state know the digest of the weights that it does not train, which no checkpoint has; on every rank.
+    """Let a state know the digest of what it does not train, which no checkpoint has; on every rank.
 
-    Of a frozen copy they are all: what is frozen beside what is trained is the same.
+    Of a frozen copy they are all weights: what is frozen beside what is trained is the same. Load biases are the base's
+    too.
     """
     held_elsewhere = [param for param in stored(run.arch) if state.reference or param not in saved(run.arch)]
     if not held_elsewhere or state.base:
@@ -327,7 +328,8 @@ def note_base(state: State, run: Run, mesh: Mesh) -> None:
             region = tuple((part.start, part.stop) for part in region_of(weight))
             is_first = standing(weight, mesh)[0] == 0
             held.append(TensorShard(f"weight/{name}", tuple(weight.shape), region, local(weight.detach()), is_first))
-    state.base = _fingerprint([*held, *_buffers(state.reference, run, mesh)], mesh)[:32]
+    still = state.reference or (() if run.arch.adapter.kind == "none" else state.chunks)
+    state.base = _fingerprint([*held, *_buffers(still, run, mesh)], mesh)[:32]
 
 
 def _fingerprint(held: list[TensorShard], mesh: Mesh) -> str:

@@ -486,7 +486,9 @@ class TunedModel:
         copied = {name: weight for chunk in state.reference for name, weight in chunk.named_parameters()}
         if other := [name for name, weight in copied.items() if not torch.equal(weight, self.first[name])]:
             raise FaultFound(f"{other[0]} of the reference, which is frozen, is not the first weight after two steps")
-        names = {param.name: param.trained for param in params(self.run.arch)}
+        arch = self.run.arch
+        names = {param.name: param.trained for param in params(arch)}
+        names |= {param.name: arch.trains(param.name) for param in buffers(arch)}  # what is learned by other rules
         frozen = [name for name, is_trained in names.items() if not is_trained]
         if moved := [name for name in frozen if not torch.equal(self.first[name], self.last[name])]:
             raise FaultFound(f"{moved[0]}, which is frozen, has changed in two steps")

@@ -169,6 +169,7 @@ PLANS = (
     ("plan.shard=2", "plan.zero=1", "plan.recompute=full"),
     ("plan.shard=2", "plan.zero=2", "plan.grad_accum=2"),
     ("plan.shard=2", "plan.zero=3", "plan.grad_accum=2"),
+    ("plan.shard=2", "plan.zero=3", "plan.cpu_offload=true"),
     ("plan.tp=2", "plan.grad_accum=2"),
     ("plan.cp=2", "plan.cp_kind=ring", "plan.grad_accum=2", "plan.zero=3"),
     ("plan.cp=2", "plan.cp_kind=ulysses", "plan.recompute=full"),

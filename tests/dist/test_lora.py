@@ -30,13 +30,14 @@ from worlds import world
 
 from meshwright.checkpoint import peft
 from meshwright.checkpoint.convert import MismatchError, convert, logits, probe_tokens, stock_logits
-from meshwright.checkpoint.model_folder import AdaptedFolder, open_folder, save_native
+from meshwright.checkpoint.model_folder import AdaptedFolder, SeededWeights, digest, open_folder, save_native
 from meshwright.config import load
 from meshwright.config.weights import note_of
 from meshwright.models.decoder import Decoder
 from meshwright.models.dropout import kept
 from meshwright.models.lora import AdaptedExperts, DoraLinear, LoraLinear
-from meshwright.spec.params import trained
+from meshwright.parallel.expert import learned_buffers
+from meshwright.spec.params import buffers, moved, params, trained
 from meshwright.spec.problem import InputError
 from meshwright.train.build import build
 from meshwright.train.loop import train
@@ -52,6 +53,7 @@ QLORA = ("adapter.kind=qlora", "adapter.rank=4", "data.pack=documents", *WIDE)
 FROZEN = ("optim.freeze=embed,blocks.0.*,blocks.1.attn", "data.pack=documents", *DEEP)
 # float64 sums in another order: a few hundred terms of relative error 1e-16 each, through four updates.
 TOLERANCE = 1e-12
+HOSTED = ("plan.zero=3", "plan.cpu_offload=true")
 TWO = (
     ("plan.replicate=2", "plan.grad_accum=2"),
     ("plan.shard=2", "plan.zero=1", "plan.recompute=full"),
@@ -91,7 +93,7 @@ def compare(folder: Path, words: tuple[str, ...], plans: tuple[tuple[str, ...], 
 
 @world(2)
 def test_two_ranks_are_one_device(folder):
-    compare(folder, LORA, TWO)
+    compare(folder, LORA, (*TWO, ("plan.shard=2", *HOSTED, "plan.grad_accum=2"), ("plan.replicate=2", *HOSTED)))
     compare(folder, FROZEN, (("plan.shard=2", "plan.zero=2", "plan.grad_accum=2"), ("plan.tp=2",), TWO[-2]))
     compare(folder, ("optim.freeze=head", "data.pack=documents"), (TWO[-2],))  # that the first stage has nothing of
 
@@ -137,7 +139,11 @@ def test_magnitudes_of_two_ranks_are_those_of_one(folder):
 
 @world(2)
 def test_codes_of_two_ranks_are_those_of_one(folder):
-    compare(folder, QLORA, (TWO[1], TWO[2], ("plan.tp=2", "plan.recompute=full"), TWO[-2], TWO[-1]))
+    compare(
+        folder,
+        QLORA,
+        (TWO[1], TWO[2], ("plan.shard=2", *HOSTED), ("plan.tp=2", "plan.recompute=full"), TWO[-2], TWO[-1]),
+    )
     magnified = (*QLORA, "adapter.kind=dora", "adapter.base=nf4", "arch.bias=true")
     compare(folder, magnified, (("plan.tp=2",), TWO[2]))
     compare(folder, (*QLORA, "adapter.base=fp8", "adapter.targets=q_proj,down_proj"), (("plan.tp=2",), TWO[2]))
@@ -265,28 +271,59 @@ def test_dropout_beside_magnitudes_is_peft_s(cut):
     )  # the reference of DPO drops nothing
 
 
-MIXTURE = ("arch.preset=tiny-moe", "arch.layers=2")
+# With load biases, which are the base's.
+MIXTURE = ("arch.preset=tiny-moe", "arch.layers=2", "arch.router_score=sigmoid", "arch.router_load_bias=true")
 SAVED = (*LORA, *MIXTURE, "steps=6", "checkpoint.every=4", "data.eval_fraction=0.0")
 
 
 @world(2)
 def test_a_checkpoint_has_the_adapter_alone_and_resumes_beside_its_own_base(folder):
     run, mesh, state = made(make_run(folder, *SAVED, "plan.replicate=2", "plan.deterministic=true"), folder, CPU)
-    digest = digest_before_the_cut(run, mesh, state, folder / "run")
+    saved = digest_before_the_cut(run, mesh, state, folder / "run")
     dist.barrier()
     names = {param.name for param in trained(run.arch)}
     manifest = json.loads((folder / "run/checkpoints/step-4/manifest.json").read_bytes())
     assert {each[0].partition("/")[2] for each in manifest["tensors"]} == names
     assert manifest["progress"]["base"] == state.base != ""
-    for plan in (("plan.tp=2",), ("plan.shard=2", "plan.zero=3", "plan.deterministic=true")):
+    deterministic = ("plan.shard=2", "plan.zero=3", "plan.deterministic=true")
+    for plan in (("plan.tp=2",), deterministic, ("plan.shard=2", *HOSTED)):
         run, mesh, other = made(make_run(folder, *SAVED, *plan), folder, CPU)
-        assert_it_goes_on(digest, run, mesh, other, folder / "run")
+        assert_it_goes_on(saved, run, mesh, other, folder / "run")
     run, mesh, other = made(make_run(folder, *SAVED, "plan.tp=2"), folder, CPU)
-    with torch.no_grad():
-        next(weight for weight in other.chunks[0].parameters() if not weight.requires_grad).mul_(1.5)
-    with pytest.raises(InputError, match="are not those beside which step-4 was saved"):
-        restore(other, run, mesh, folder / "run", lambda text: None)
+    frozen = next(weight for weight in other.chunks[0].parameters() if not weight.requires_grad).detach()
+    bias = next(iter(learned_buffers(other.chunks[0], run.arch).values()))
+    for part in (frozen, bias):
+        before = part.clone()
+        part.add_(0.5)
+        other.base = ""  # not known yet
+        with pytest.raises(InputError, match="are not those beside which step-4 was saved"):
+            restore(other, run, mesh, folder / "run", lambda text: None)
+        part.copy_(before)
     other.loader.close()
+
+
+def test_a_base_with_other_load_biases_is_another(folder):
+    run = make_run(folder, *MIXTURE)
+    drawn, every = SeededWeights(run.arch, 1), (*params(run.arch), *buffers(run.arch))
+    found = []
+    for shift in (0.0, 0.5):
+        others = ((p.name, drawn.tensor(p.name) + shift * p.name.endswith("load_bias")) for p in every)
+        save_native(folder / f"base{shift}", run.arch, others, None)
+        found.append(digest(open_folder(folder / f"base{shift}")))
+    assert found[0] == digest(drawn) != found[1]
+
+
+def test_load_biases_of_frozen_blocks_stay(folder):
+    words = ("arch.layers=3", "optim.freeze=embed,blocks.1", "plan.replicate=1", "steps=1")
+    run = make_run(folder, *words, arch="tiny-glm4-moe")
+    mine = drive(run, make_corpus(run, folder), alone())
+    biases = learned_buffers(mine.state.chunks[0], run.arch)
+    assert {name: bool(bias.any()) for name, bias in biases.items()} == {
+        "blocks.1.mlp.load_bias": False,
+        "blocks.2.mlp.load_bias": True,
+    }
+    by_name = make_run(folder, *words, "optim.freeze=blocks.*.mlp.load_bias", arch="tiny-glm4-moe")
+    assert not moved(by_name.arch)
 
 
 def trained_adapter(folder: Path, words: tuple[str, ...] = LORA) -> Path:
@@ -466,6 +503,17 @@ def test_a_run_of_an_adapter_ends_as_any_other_and_its_steps_convert(folder):
     for step in ("run", "run@1"):
         report = convert(f"{folder}/{step}", folder / f"{step}-merged", lambda text: None, merge=True)
         assert report.kind_to == "huggingface"
+    said = list[str]()
+    convert(f"{folder}/run", folder / "adapter", said.append)
+    assert "without its base, which is drawn from the seed of its run" in said[-1]
+
+
+def test_an_adapter_beside_a_run_says_that_peft_cannot_open_its_base(folder):
+    said, note = list[str](), json.loads((trained_adapter(folder) / "adapter.json").read_bytes())
+    shutil.copytree(folder / "adapter", folder / "second")
+    (folder / "second" / "adapter.json").write_text(json.dumps(note | {"base": f"{folder}/adapter"}))
+    convert(folder / "second", folder / "peft", said.append)
+    assert said[-1].endswith(f"give it what meshwright convert {folder}/adapter FOLDER --merge writes")
 
 
 def test_bf16_adapters_beside_a_bf16_base_learn(folder):

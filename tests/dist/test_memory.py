@@ -100,6 +100,9 @@ TWO = {
         ("plan.shard=2", *HOSTED, *BF16, *SGD),
         ("plan.shard=2", "plan.ep=2", *HOSTED, *CAPACITY, *NO_MASTERS, *TWICE),
         ("plan.shard=2", *HOSTED, *BF16_STATES, *SGD),
+        ("plan.shard=2", *HOSTED, *LORA, *TWICE, *BF16),
+        ("plan.shard=2", *HOSTED, *QLORA, *BF16),
+        ("plan.shard=2", *HOSTED, *FROZEN),
     ],
     "tp": [
         ("plan.tp=2",),
@@ -333,7 +336,7 @@ def test_a_lone_rank_uses_its_weights_where_they_lie(folder, plan):
     assert seen["all_gathered_params"] == 0
 
 
-@pytest.mark.parametrize("words", [("plan.precision=fp32",), (*BF16, *TWICE)])
+@pytest.mark.parametrize("words", [("plan.precision=fp32",), (*BF16, *TWICE), (*BF16, *LORA)])
 @world(1)
 def test_a_lone_rank_whose_weights_are_in_host_memory_copies_one_block_at_a_time(folder, words):
     run = make_run(folder, *SMALL, *words, *HOSTED, "plan.replicate=1")

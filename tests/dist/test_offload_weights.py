@@ -31,9 +31,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def compare(folder: Path, plan: tuple[str, ...], arch: str = "tiny") -> None:
+def compare(folder: Path, plan: tuple[str, ...], arch: str = "tiny", *tuning: str) -> None:
     """The plan, its weights in host memory, against one process that has them beside its arithmetic."""
-    words = ("data.pack=documents",)
+    words = ("data.pack=documents", *tuning)
     run = make_run(folder, *words, *HOSTED, *plan, arch=arch)
     corpus = make_corpus(run, folder)
     mine = drive(run, corpus, mesh_of(run.plan))
@@ -49,6 +49,12 @@ def compare(folder: Path, plan: tuple[str, ...], arch: str = "tiny") -> None:
 @world(1)
 def test_a_lone_rank_trains_the_same_model(folder, plan):
     compare(folder, ("plan.replicate=1", *plan))
+
+
+@world(1)
+def test_a_lone_rank_trains_the_same_adapter_and_what_is_not_frozen(folder):
+    compare(folder, ("plan.replicate=1", *TWICE), "tiny", "adapter.kind=lora", "adapter.rank=4", "steps=4")
+    compare(folder, ("plan.replicate=1",), "tiny", "optim.freeze=embed,blocks.0")
 
 
 @pytest.mark.parametrize(

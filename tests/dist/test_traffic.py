@@ -127,6 +127,8 @@ TWO = {
         ("plan.tp=2", "arch.preset=tiny-deepseek-v3", *LORA, *TWICE, *BF16),
         ("plan.tp=2", *MOE, *QLORA, "arch.expert_ffn=128", "adapter.base=fp8", *BF16, "plan.recompute=full"),
         ("plan.shard=2", "plan.zero=2", *FROZEN, *TWICE),
+        ("plan.shard=2", *HOSTED, *QLORA, *TWICE, *BF16),
+        ("plan.replicate=2", "arch.preset=tiny-glm4-moe", "optim.freeze=blocks.1"),
         ("plan.shard=2", "plan.zero=3", *FIRST_TWO, *FOUR_LAYERS, *TWICE),
         ("plan.shard=2", "plan.zero=3", *FIRST_TWO, *FOUR_LAYERS, "plan.recompute=every-2"),
         ("plan.shard=2", "plan.zero=3", "optim.freeze=embed,blocks,norm", *FOUR_LAYERS),

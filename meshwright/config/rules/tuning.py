@@ -8,7 +8,7 @@ import msgspec
 
 from meshwright.config.run import Run
 from meshwright.spec.arch import Arch
-from meshwright.spec.params import Param, Split, cuts_adapters, params, trained
+from meshwright.spec.params import Param, Split, buffers, cuts_adapters, params, trained
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import Problem
 from meshwright.spec.quantized import BLOCK, is_whole
@@ -93,7 +93,7 @@ def _freeze(run: Run) -> Iterator[Problem]:
     if run.adapter.kind != "none":
         what = "optim.freeze says what is not trained, and beside an adapter nothing is"
         yield Problem(what, "leave optim.freeze out, or [adapter]", "optim.freeze")
-    names = [param.name for param in params(run.arch)]
+    names = [param.name for param in (*params(run.arch), *buffers(run.arch))]
     for pattern in patterns:
         if not any(freezes(pattern, name) for name in names):
             what = f"optim.freeze: {pattern!r} is no weight and no part of the model"
@@ -112,10 +112,6 @@ def _plan(run: Run) -> Iterator[Problem]:
         yield from _beside_copy(plan)
         return
     key = "adapter.kind" if run.adapter.kind != "none" else "optim.freeze"
-    if plan.uses("cpu_offload"):
-        what = f"plan.cpu_offload moves all weights, and {key} freezes some"
-        remedy = "leave it out: frozen weights have no states; plan.optimizer_offload moves those of the others"
-        yield Problem(what, remedy, "plan.cpu_offload")
     for name in ("grad_reduce", "powersgd", "gather", "staleness"):
         if plan.uses(name):
             what = f"plan.{name} is for weights that are all trained, and {key} freezes some"

@@ -48,6 +48,12 @@ MISTAKES = [
     Mistake("train held.every=3", "held has a new name", "write eval"),
     Mistake("train plan.tpp=2", "plan.tpp is not a key", "did you mean plan.tp?"),
     Mistake("train lora.rank=8", "lora is not a key", "adapters are of [adapter], as in adapter.kind"),
+    Mistake("train adapter.use_dora=true", "use_dora is not a key", 'adapter.kind = "dora"'),
+    Mistake("train adapter.modules_to_save=lm_head", "modules_to_save is not a key", "trained by optim.freeze"),
+    Mistake(
+        "train adapter.bias=all", "adapter.bias is not a key", "beside the linear layers that adapter.targets names"
+    ),
+    Mistake("train load_in_4bit=true", "load_in_4bit is not a key", "here it is called adapter.base"),
     Mistake(
         "train adapter.kind=dora adapter.dropout=0.1 adapter.base=fp8 plan.precision=fp8 plan.tp=2",
         "adapter.dropout of DoRA with plan.precision = fp8 is not proved under plan.tp = 2",
@@ -666,6 +672,12 @@ MISTAKES = [
     # convert
     Mistake("convert", "the following arguments are required: source", "usage: meshwright convert"),
     Mistake("convert nowhere out", "nowhere is not a folder", "give the folder of a Hugging Face model, or of a run"),
+    Mistake(
+        "convert p out --merge",
+        "p is an adapter as peft has it, and no whole model",
+        "of a run of yours name the run",
+        {"p/adapter_config.json": "{}"},
+    ),
     Mistake(
         "convert e out",
         "e holds neither config.json nor arch.json",

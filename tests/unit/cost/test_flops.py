@@ -16,6 +16,7 @@ from meshwright.cost.flops import (
     document_span,
     hardware_flops,
     matmul_flops_per_token,
+    norm_flops,
     step_flops,
     utilization,
 )
@@ -167,6 +168,9 @@ PARTLY_TRAINED = {
     "adapters of what is last": tuned(changed("tiny-neox"), kind="lora", targets=("mlp.down",)),
     "adapters of experts": tuned(changed("tiny-moe"), kind="lora"),
     "adapters of experts alone": tuned(changed("tiny-moe"), kind="lora", targets=("mlp.experts.down",)),
+    "magnitudes": tuned(changed("tiny"), kind="dora"),
+    "magnitudes of experts": tuned(changed("tiny-moe"), kind="dora", targets=("o_proj", "mlp.experts.*")),
+    "magnitudes beside dropout": tuned(changed("tiny"), kind="dora", dropout=0.25),
     "first blocks frozen": tuned(changed("tiny"), "embed", "blocks.0", "blocks.1", "blocks.2"),
     "and a part of one": tuned(changed("tiny-moe"), "embed", "blocks.0", "blocks.1.attn*", "blocks.1.mlp_norm"),
     "latent attention": tuned(changed("tiny-deepseek-v3"), "embed", "blocks.0", "blocks.1.attn_norm"),
@@ -182,11 +186,9 @@ def test_nothing_is_counted_beneath_the_first_weight_that_is_trained(arch):
         assert hardware_flops(arch, plan, 32, 2) == counted(arch, policy), policy
 
 
-def test_magnitudes_beside_dropout_multiply_what_is_left_as_well():
-    """Beside the same without dropout: norms of rows, whose products no token has a part in, are left out of FLOPs."""
-    torch.manual_seed(0)
-    plain, dropped = (tuned(changed("tiny"), kind="dora", dropout=share) for share in (0.0, 0.25))
-    for policy in ("none", "full", "every-2"):
-        plan = Plan(microbatch=2, recompute=policy)
-        more = hardware_flops(dropped, plan, 32, 2) - hardware_flops(plain, plan, 32, 2)
-        assert more == counted(dropped, policy) - counted(plain, policy) > 0, policy
+def test_norms_of_rows_are_the_model_s_once_and_the_machines_in_every_microbatch_of_every_rank():
+    arch = tuned(changed("tiny"), kind="dora")
+    norms = 2 * step_flops(arch, 32, 1) - step_flops(arch, 32, 2)
+    plan = Plan(microbatch=1, grad_accum=3, shard=2, zero=3)
+    assert norms == sum(norm_flops(arch)) > 0
+    assert hardware_flops(arch, plan, 32, plan.batch) - step_flops(arch, 32, plan.batch) == 5 * norms

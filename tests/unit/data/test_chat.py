@@ -84,6 +84,10 @@ def test_columns_can_be_named_and_a_system_prompt_and_tools_stand_beside():
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"parts that are not text"),
         ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, r"history of earlier turns"),
         ({"prompt": "a\ufdd0", "completion": "b"}, r"U\+FDD0"),
+        (
+            {"messages": [TWO[0], {"role": "assistant", "tool_calls": [{"name": "add", "arguments": "2, 3"}]}]},
+            r"turn 2: the arguments of the call of 'add' are not a JSON object: \"2, 3\"",
+        ),
         ([], r"is not a JSON object"),
     ],
 )
@@ -125,6 +129,44 @@ def test_a_call_of_a_tool_is_an_answer_and_its_result_is_not():
     assert said(a_masker(source), {"messages": messages}) == [json.dumps(call["tool_calls"]) + "<|im_end|>", FOUR]
 
 
+# As Qwen3's: the last answer has its reasoning, or an empty one, and those that are past have none.
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}"
+    "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n' }}{% endif %}"
+    "{{ m.content.split('</think>')[-1] }}"
+    "{% for call in m.tool_calls or [] %}{{ '[' + call.function.name + call.function.arguments | tojson + ']' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}]}
+CALLED = [TWO[0], CALL, {"role": "tool", "content": "4"}, TWO[1]]
+
+
+def test_answers_that_are_written_otherwise_once_they_are_past_are_told_of_and_lose_nothing():
+    masker = a_masker(THINKING)
+    assert said(masker, {"messages": TWO}) == [FOUR, f"<think>\n\n</think>\n{RED}"]
+    assert "</think>\\nIt is four" in masker.notes["past"]
+    masker = a_masker(THINKING)
+    assert said(masker, {"messages": CALLED}) == ['[add{"a": 2}]<|im_end|>', f"<think>\n\n</think>\n{FOUR}"]
+    assert "past" in masker.notes
+    reasoned = [turn | {"reasoning_content": "Well."} if turn["role"] == "assistant" else turn for turn in TWO]
+    inside = [turn | {"content": f"<think>Well.</think>{turn['content']}"} for turn in TWO]
+    for messages in (reasoned, inside):
+        with pytest.raises(InputError, match=r"leaves out .*Well\..* of turn 2; .*data.train_on = last"):
+            said(a_masker(THINKING), {"messages": messages})
+    assert said(a_masker(THINKING, "last"), {"messages": reasoned}) == [f"<think>\nWell.\n</think>\n{RED}"]
+    masker = a_masker()
+    assert said(masker, {"messages": reasoned}) == [FOUR, RED], "a template without reasoning"
+    assert "writes no reasoning" in masker.notes["reasoning"]
+
+
+def test_arguments_of_calls_are_objects_or_json_as_the_template_takes_them():
+    for source in (THINKING, THINKING.replace("arguments | tojson", "arguments")):
+        assert said(a_masker(source), {"messages": CALLED})[0] == '[add{"a": 2}]<|im_end|>'
+    with pytest.raises(InputError, match=r'leaves out "add" of turn 2'):
+        said(a_masker(), {"messages": CALLED})
+
+
 def test_an_answer_begins_with_a_token_of_its_own():
     """Whose first letters would make one token with the last of the prompt: generation cannot be given half of one."""
     lexicon = byte_level()
@@ -142,6 +184,7 @@ def test_a_special_token_that_somebody_wrote_stays_text():
     masker = a_masker()
     (sample,) = masker.samples([conversation("x", {"messages": turns(f"Is {stop} a word?", f"{stop} is a mark.")}, {})])
     assert (sample.tokens == masker.special[stop]).sum() == 2, "those of the template"
+    assert stop in masker.notes["spelled"]
     assert said(masker, {"messages": turns("Is it?", f"{stop} is a mark.")}) == [f"{stop} is a mark.{stop}"]
     masker = a_masker(NAMED["alpaca"][1].replace("{{ bos_token }}", ""))
     record = {"instruction": "Say <|endoftext|>", "input": "<|endoftext|>", "output": "No."}

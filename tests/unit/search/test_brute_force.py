@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from meshwright.config import check
-from meshwright.config.run import Run
+from meshwright.config.rules.tuning import TUNED_PLAN_RULES
+from meshwright.config.run import Optim, Run
 from meshwright.cost.memory import Fit, fits
 from meshwright.cost.step_time import price
 from meshwright.hardware.cluster import cluster
@@ -24,6 +25,7 @@ from meshwright.search.question import Question
 from meshwright.search.space import SCHEDULES
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan, balanced_stages
+from meshwright.spec.tuning import Adapter, Tuning
 
 JOBS, AT_ONCE = 200, 20  # so many of one test, so that several workers share them
 MOST = 600  # plans of a job: of one that has more another is drawn
@@ -88,8 +90,10 @@ def ways(asked: Question, plan: Plan, values: dict[str, list[Any]]) -> Iterator[
 
 def passes(asked: Question, plan: Plan) -> bool:
     """Whether the rules let a plan pass."""
-    run = Run(arch=asked.arch, plan=plan, batch=asked.batch, sequence=asked.sequence)
-    for rule in check.PLAN_RULES:
+    tuning = Tuning() if asked.arch.tuning is msgspec.UNSET else asked.arch.tuning
+    tuned = {"adapter": tuning.adapter, "optim": Optim(freeze=tuning.freeze)}
+    run = Run(arch=asked.arch, plan=plan, batch=asked.batch, sequence=asked.sequence, **tuned)
+    for rule in (*check.PLAN_RULES, *TUNED_PLAN_RULES):
         for _ in rule(run):
             return False
     return True
@@ -135,14 +139,32 @@ def drawn(draw: random.Random) -> Question:
 
 @pytest.mark.parametrize("seed", range(JOBS // AT_ONCE))
 def test_the_search_says_of_random_jobs_what_trying_everything_says(seed):
-    draw, judged, verdicts = random.Random(seed), 0, set[bool | None]()
-    while judged < AT_ONCE:
+    assert len(judged(random.Random(seed), AT_ONCE)) > 1, "there are jobs that fit, that may, and that do not"
+
+
+TUNED = {
+    "lora": Tuning(adapter=Adapter(kind="lora", rank=4)),
+    "qlora": Tuning(adapter=Adapter(kind="qlora", rank=4)),
+    "frozen": Tuning(freeze=("embed", "blocks.0")),
+}
+
+
+@pytest.mark.parametrize("tuning", TUNED.values(), ids=TUNED)
+def test_and_of_jobs_that_train_some_weights_alone(tuning):
+    judged(random.Random(4), AT_ONCE // 4, tuning)
+
+
+def judged(draw: random.Random, jobs: int, tuning: Tuning | msgspec.UnsetType = msgspec.UNSET) -> set[bool | None]:
+    """So many random jobs; whether there is something that fits in each."""
+    done, verdicts = 0, set[bool | None]()
+    while done < jobs:
         asked = drawn(draw)
+        asked = msgspec.structs.replace(asked, arch=msgspec.structs.replace(asked.arch, tuning=tuning))
         tried = list(islice(everything(asked), MOST + 1))
         if 0 < len(tried) <= MOST:
             verdicts.add(assert_alike(asked, {plan: fits(asked.job(plan)) for plan in tried}, draw))
-            judged += 1
-    assert len(verdicts) > 1, "there are jobs that fit, that may, and that do not"
+            done += 1
+    return verdicts
 
 
 def assert_alike(asked: Question, tried: dict[Plan, Fit], draw: random.Random) -> bool | None:

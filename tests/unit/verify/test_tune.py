@@ -254,7 +254,7 @@ def test_the_verb_writes_a_certificate_and_answers_programs(home, tmp_path, monk
     assert "\n4 of 7 checks passed, nothing to look at for base, adapter, merge; certificate: out" in printed.err
 
 
-def test_a_model_with_a_load_bias_is_proved_as_well(tmp_path):
+def test_a_model_with_a_load_bias_is_proved_as_well(tmp_path, monkeypatch):
     routed = {"router_score": "sigmoid", "router_load_bias": True, "experts": 4, "expert_ffn": 16, "top_k": 2}
     arch = msgspec.structs.replace(
         ARCH, **routed, dense_layers=1, shared_experts=1, qk_norm="head", attention_bias="qkv"
@@ -262,3 +262,13 @@ def test_a_model_with_a_load_bias_is_proved_as_well(tmp_path):
     home = made_home(tmp_path, arch)
     found = certified(home, tmp_path / "proof")
     assert {name for name, check in found.items() if check.verdict == "passed"} == {"mask", "stop", "packing", "export"}
+    sound = tune.train
+
+    def moving(run, state, mesh):
+        yield from sound(run, state, mesh)
+        next(buffer for name, buffer in state.chunks[0].named_buffers() if name.endswith("load_bias")).add_(0.01)
+
+    monkeypatch.setattr(tune, "train", moving)
+    beside = certified(home, tmp_path / "beside", *LORA)["base"]
+    assert beside.verdict == "failed"
+    assert "load_bias, which is frozen, has changed" in beside.words

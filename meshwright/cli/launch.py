@@ -119,7 +119,9 @@ def launch(options: argparse.Namespace) -> int:
         said = [name for name in OF_FILES if (value := getattr(options, name)) is not None and value is not False]
         if said:
             raise mistake(f"--{said[0]} cannot be combined with --node-rank", "leave one of them out")
-        return _start(options)
+        from meshwright.cli.train import until_asked
+
+        return until_asked(lambda: _start(options), options)
     if options.on is None:
         raise mistake("nothing says what is to start the ranks", f"add --on {'|'.join(TARGETS)}")
     _require_read(options)

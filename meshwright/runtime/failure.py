@@ -75,6 +75,11 @@ KINDS: dict[int, Kind] = {  # by a rank's exit code
     Exit.HARDWARE: "replicas",
 }
 AGAIN = "run the same command again to resume from the newest checkpoint"
+# Of a run that is asked to end when only its last command is not done.
+OWED, OWED_REMEDY = (
+    "all steps are done, and the last eval.command is not",
+    "run the same command again: it runs eval.command on the model, and nothing else",
+)
 STATES = {"T": "state T (stopped)", "t": "state t (traced)", "Z": "state Z (gone)"}
 LIKELY = {
     signal.SIGKILL: "killed from outside: by a person, a scheduler, or the kernel for want of memory (see dmesg)",

@@ -163,6 +163,7 @@ def serve_orders(module: str, answers: int) -> None:
     launcher = os.getppid()
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # of the ranks too, until they listen
     with lasting_imports():
         ranks = importlib.import_module(module)
     ranks.code()  # remembered: ranks run what is imported here, whatever becomes of the files

@@ -179,8 +179,7 @@ class Watch:
         what = f"checkpoint saved at step {step}" if saved and step >= 0 else "ended before a checkpoint was complete"
         remedy = failure.AGAIN
         if self._is_done():
-            what = "all steps are done, and the last eval.command is not"
-            remedy = "run the same command again: it runs eval.command on the model, and nothing else"
+            what, remedy = failure.OWED, failure.OWED_REMEDY
         return Failure(
             kind="stopped",
             code=Exit.INTERRUPTED if interrupted else Exit.PREEMPTED if saved else Exit.RESUMABLE,

@@ -37,6 +37,7 @@ class Stop:
         self.folder = folder  # one rank looks for all
         self.looked = 0.0
         self.saved = True  # what was done until the end is on the disk
+        self.owes = False  # the last eval.command, which was cut off: all else is done
 
     @property
     def asked(self) -> bool:
@@ -59,6 +60,7 @@ class Stop:
     def listen(self) -> "Stop":
         """Let SIGTERM ask. A second one asks the same: a save that has begun is never cut short."""
         signal.signal(signal.SIGTERM, self._hear)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         return self
 
     def _hear(self, number: int, frame: FrameType | None) -> None:

@@ -127,7 +127,7 @@ def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
         heart.leave()
         return last.code
     heart.leave()
-    if summary is None:
+    if summary is None or stop.owes:
         return _stopped(order, stop)
     return Exit.DONE
 

@@ -99,7 +99,8 @@ class Watch:
 
     def _reports(self) -> list[Failure]:
         """The failure reports of ranks of this machine."""
-        return [report for report in failure.read(self.folder) if report.rank in self.supervisor.here]
+        found = [*failure.read(self.folder), *failure.read(self.pulse.folder)]
+        return [report for report in found if report.rank in self.supervisor.here]
 
     def _look(self) -> Failure | None:
         seen = self.pulse.look()

@@ -453,7 +453,8 @@ def _tell(summary: Summary | None, run: Run, options: argparse.Namespace) -> Non
     if summary.sample:
         lines += ["  sample", *(f"    {line}" for line in printable(summary.sample).split("\n"))]
     folder, setting = shlex.quote(summary.folder), shlex.join(["config", "show", *options.words])
-    lines.append("try next:")
+    teller(sys.stdout, fits=True)("\n".join(lines))
+    lines = ["try next:"]  # commands, to be copied as they are
     if run.data.sources == Data().sources:
         lines.append("  meshwright train data.source='my/*.txt'          your own text")
     if summary.sample:
@@ -494,4 +495,4 @@ def _tell_program(failed: Failure | None, code: int) -> None:
 
 def _teller(machine: bool) -> Callable[[str], None]:
     """Where messages for people go. Training continues when nobody reads them."""
-    return teller(sys.stderr if machine else sys.stdout)
+    return teller(sys.stderr if machine else sys.stdout, fits=True)

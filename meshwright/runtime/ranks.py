@@ -20,6 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,7 @@ class Crew:
     def __init__(self, work: Work, count: int) -> None:
         if isinstance(work, Remote):
             SERVER.set_forkserver_preload([work.module])  # imported once, before the first fork
+        start_server()
         self.meeting = tempfile.TemporaryDirectory()
         self.processes, self.ends = [], list[Any]()
         for rank in range(count):
@@ -330,6 +332,16 @@ class Crew:
         for end in self.ends:
             end.close()
         self.meeting.cleanup()
+
+
+def start_server() -> None:
+    """Have the process that a crew is forked from. Ctrl-C reaches it too, and is not for it to answer: it imports."""
+    resource_tracker.ensure_running()  # which lets the signal through when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def run_ranks(work: Work, count: int, arguments: tuple[Any, ...], seconds: float) -> None:

@@ -487,7 +487,9 @@ def check(run: Run, corpus: Corpus, folder: Path, writes: bool) -> list[str]:
     """
     own, named = folder / TOKENIZER, corpus.tokenizer
     here = [fact(one.source, tokens) for one, tokens in zip(run.data.sources, corpus.sources, strict=True)]
-    file, before = folder / DATA, sorted(folder.glob("data.*.json"), key=lambda one: one.stat().st_mtime)
+    # By their numbers: the clock may have been set back since one was kept.
+    kept = {int(one.suffixes[0][1:]): one for one in folder.glob("data.*.json") if one.suffixes[0][1:].isdecimal()}
+    file, before = folder / DATA, [kept[number] for number in sorted(kept)]
     known = file if file.exists() else before[-1] if before else None
     found = [] if known is None else differences(msgspec.json.decode(known.read_bytes(), type=list[Fact]), here)
     if found and known == file:

@@ -61,6 +61,7 @@ MEANT = {
 OF_A_NODE = ("nodes", "master", "stop_is_done", "inject")
 OF_FILES = ("on", "submit", "out", "cluster", "cpu", "shared", *READ_FOR)  # which `--node-rank` writes none of
 PORTS = 2**16
+USUAL_DOMAIN = 8  # GPUs that one machine's switch joins; fewer are bridged, and a machine may have several such domains
 BY_HAND = {
     "torchrun": "start the script on every machine, with its number",
     "terraform": "run terraform apply yourself: it costs money",
@@ -178,14 +179,15 @@ def _job(options: argparse.Namespace) -> LaunchJob:
     if problems := [*_starter_problems(options, run)]:
         raise InputError(problems)
     machines = _machines(options, run)
-    most = machines.per_node if machines else options.ranks_per_node or run.plan.world + spare_ranks(run)
-    spares, wanted, count = spare_ranks(run), options.ranks_per_node or 0, machines.nodes if machines else None
+    spares, wanted = spare_ranks(run), options.ranks_per_node or 0
+    most = machine_gpus(machines, wanted) if machines else wanted or run.plan.world + spares
+    count = machines.gpus // most if machines and most > machines.per_node else machines.nodes if machines else None
     if machines and run.plan.world + spares > machines.gpus:
         beside = f" and {spares} of spares" if spares else ""
         there = plural(machines.gpus, "GPU")
         what = f"the plan has {plural(run.plan.world, 'rank')}{beside}, and {machines.name} has {there}"
         raise mistake(what, "plan for these machines, or name others by --cluster", "plan")
-    switch = machines.domain // most if machines else 1
+    switch = max(machines.domain // most, 1) if machines else 1
     nodes, per_node = layout(run.plan, most, wanted, count, switch, spares)
     if problems := [*check.divide_replicas(run, nodes)]:
         raise InputError(problems)
@@ -206,6 +208,15 @@ def _job(options: argparse.Namespace) -> LaunchJob:
     )
     require_names(job)
     return job
+
+
+def machine_gpus(machines: Cluster, wanted: int) -> int:
+    """The GPUs of one machine, of which as many are `wanted`; 0: nobody said.
+
+    Several bridged pairs, or fours, may be in one machine, which the catalogue does not know: then the user does.
+    """
+    is_bridged = machines.per_node == machines.domain < USUAL_DOMAIN and wanted % machines.domain == 0
+    return max(machines.per_node, wanted) if is_bridged else machines.per_node
 
 
 def _starter_problems(options: argparse.Namespace, run: Run) -> Iterator[Problem]:

@@ -90,6 +90,9 @@ class PartSaver(Saver):
     def _kept(self) -> Checkpoint:
         return self.run.checkpoint  # who starts the machine has looked for room; a save that finds none fails alone
 
+    def _make_room(self) -> bool:
+        return False  # what other machines may want stays
+
     def _join(self, stump: Path, began: float) -> SaveRecord:
         checks = write.checks_of(stump)
         parts = collect(stump, self.beside, self.abandoned, RankPart)

@@ -33,6 +33,7 @@ from meshwright.config.run import Checkpoint, Run, digest
 from meshwright.config.weights import best_step
 from meshwright.parallel.device import ArrivingNumbers
 from meshwright.parallel.mesh import Mesh
+from meshwright.runtime.failure import says_full
 from meshwright.runtime.records import BOUNDS, SaveRecord
 from meshwright.runtime.run_folder import ROOM, fewer_kept, lack_of_room
 from meshwright.spec.problem import mistake
@@ -353,6 +354,9 @@ class Saver:
         self.pause = 0.0  # seconds that it paused training
         self.last: SaveRecord | None = None  # the newest save that is whole; rank 0 has it
         self.warned = False  # that saves come too fast
+        self.ends = False  # the run has no step after the last one that was begun
+        self.is_there = True  # the last save that was waited for
+        self.may_try_again = False  # the first: where it is not there, there is room for it by now
 
     def _kept(self) -> Checkpoint:
         """Which steps are kept: those that were asked for, or one at a time where the disk has no room for more."""
@@ -433,12 +437,16 @@ class Saver:
             self.note(self.last)
         self.writing = self.joining = None
         self.abandoned.clear()
+        self.is_there, self.may_try_again = words is None, False
         if words is not None:
+            goes_on = "" if self.ends else "training continues, and "
             self.say(
-                f"warning: {format.name(self.step)} was not saved ({words}); training continues, and the newest good "
+                f"warning: {format.name(self.step)} was not saved ({words}); {goes_on}the newest good "
                 f"step in {self.home} stays"
             )
-        return words is None
+            if self.joins and says_full(words):
+                self.may_try_again = self._make_room()
+        return self.is_there
 
     def _agreed_failure(self, writing: Future[None]) -> str | None:
         """Wait until no rank is at work on the last save; why it is not there. Who was only given up is no cause."""
@@ -458,6 +466,29 @@ class Saver:
             with suppress(OSError):
                 self.disk.remove(self.stump)
                 self.disk.remove(checks_of(self.stump))
+
+    def _make_room(self) -> bool:
+        """The first, after a save that the disk had no room for: let go of earlier steps, if that is what it takes.
+
+        Of those that are kept by their number alone, the oldest first; the newest that is good stays. Whether there is
+        room for another by now.
+        """
+        setting, gone = msgspec.structs.replace(self.setting, keep_last=1), list[str]()
+        sound = [step for step in format.present(self.home) if step not in self.unusable]
+        best = best_step(self.home.parent, sound) if setting.keep_best else None
+        going = format.superfluous(sound, setting, best)
+        with suppress(OSError):
+            sizes = {step: folder_bytes(self.home / format.name(step)) for step in sound}
+            needed = max(sizes.values(), default=0)
+            if self.disk.free_bytes(self.home) + sum(sizes[step] for step in going) >= needed:
+                while going and self.disk.free_bytes(self.home) < needed:
+                    format.discard(self.disk, self.home, step := going.pop(0))
+                    gone.append(format.name(step))
+            if gone:
+                were = "was" if len(gone) == 1 else "were"
+                self.say(f"to make room for the next save, {' and '.join(gone)} {were} removed")
+            return bool(sizes) and self.disk.free_bytes(self.home) >= needed
+        return False
 
     def close(self) -> None:
         """Finish what was begun, after the last step."""
@@ -535,6 +566,11 @@ class Saver:
         for step in [*format.superfluous(sound, setting, best), *passed]:
             format.discard(self.disk, self.home, step)
             self.unusable.discard(step)
+
+
+def folder_bytes(folder: Path) -> int:
+    """The files in a folder."""
+    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def checks_of(stump: Path) -> Path:

@@ -35,14 +35,12 @@ def _fields(arch: Arch) -> dict[str, Any]:
 def models(options: argparse.Namespace) -> int:
     """The model zoo."""
     models = [(name, presets.preset(name)) for name in presets.preset_names()]
-    if options.json:
-        rows = [{"name": name, "parameters": count(arch), "arch": _fields(arch)} for name, arch in models]
-        print(msgspec.json.encode(rows).decode())
-        return 0
-    print(f"{'name':<16}{'parameters':>18}{'active':>18}  layers × hidden, heads/kv, vocabulary")
+    rows = [{"name": name, "parameters": count(arch), "arch": _fields(arch)} for name, arch in models]
+    lines = [f"{'name':<16}{'parameters':>18}{'active':>18}  layers × hidden, heads/kv, vocabulary"]
     for name, arch in models:
         shape = f"{arch.layers} × {arch.hidden}, {arch.heads}/{arch.kv_heads}, {arch.vocab:,}"
-        print(f"{name:<16}{count(arch):>18,}{active(arch):>18,}  {shape}")
+        lines.append(f"{name:<16}{count(arch):>18,}{active(arch):>18,}  {shape}")
+    words.show(options, rows, lines)
     return 0
 
 
@@ -51,21 +49,22 @@ def clusters(options: argparse.Namespace) -> int:
     from meshwright.hardware.cluster import GIGA, TERA, cards, catalogue
 
     known = catalogue()
-    if options.json:
-        table = {"cards": cards(), "links": known.links, "networks": known.networks}
-        print(msgspec.json.encode(table).decode())
-        return 0
-    print(f"{'card':<18}{'GiB':>7}{'GB/s':>7}{'bf16':>7}{'fp8':>7}{'GPUs':>6}  {'link, GB/s':<22}network, Gb/s per GPU")
+    table = {"cards": cards(), "links": known.links, "networks": known.networks}
+    names = f"{'card':<18}{'GiB':>7}{'GB/s':>7}{'bf16':>7}{'fp8':>7}{'GPUs':>6}"
+    lines = [f"{names}  {'link, GB/s':<22}network, Gb/s per GPU"]
     for each in cards():
         gpu = each.gpu
         peaks = "".join(f"{peak / TERA:>7.0f}" if peak else f"{'–':>7}" for peak in (gpu.bf16 or gpu.fp16, gpu.fp8))
         link = f"{each.scale_up.name}, {each.scale_up.bandwidth / GIGA:g}"
         network = f"{each.network.name}, {each.network.bandwidth * 8 / GIGA:g}"
         memory = f"{gpu.memory_bytes / GIB:>7.1f}{gpu.bandwidth / GIGA:>7.0f}"
-        print(f"{gpu.name:<18}{memory}{peaks}{each.domain:>6}  {link:<22}{network}")
-    print("bf16 and fp8 are dense TFLOP/s (fp16 where a card has no bf16); GPUs share the link.")
-    print(f"networks (--network): {', '.join(known.networks)}")
-    print("write a count and a card, like 64xh100, or a TOML file of your own: docs/clusters.md")
+        lines.append(f"{gpu.name:<18}{memory}{peaks}{each.domain:>6}  {link:<22}{network}")
+    lines += [
+        "bf16 and fp8 are dense TFLOP/s (fp16 where a card has no bf16); GPUs share the link.",
+        f"networks (--network): {', '.join(known.networks)}",
+        "write a count and a card, like 64xh100, or a TOML file of your own: docs/clusters.md",
+    ]
+    words.show(options, table, lines)
     return 0
 
 

@@ -64,6 +64,7 @@ OF_A_NODE = ("nodes", "master", "stop_is_done", "inject")
 OF_FILES = ("on", "submit", "out", "cluster", "cpu", "shared", *READ_FOR)  # which `--node-rank` writes none of
 PORTS = 2**16
 STARTERS = ("mpi", "ray")  # whose command is the run itself, from its first rank to its end
+USUAL_DOMAIN = 8  # GPUs that one machine's switch joins; fewer are bridged, and a machine may have several such domains
 BY_HAND = {
     "torchrun": "start the script on every machine, with its number",
     "terraform": "run terraform apply yourself: it costs money",
@@ -122,7 +123,9 @@ def launch(options: argparse.Namespace) -> int:
         said = [name for name in OF_FILES if (value := getattr(options, name)) is not None and value is not False]
         if said:
             raise mistake(f"--{said[0]} cannot be combined with --node-rank", "leave one of them out")
-        return _start(options)
+        from meshwright.cli.train import until_asked
+
+        return until_asked(lambda: _start(options), options)
     if options.on is None:
         raise mistake("nothing says what is to start the ranks", f"add --on {'|'.join(TARGETS)}")
     _require_read(options)
@@ -182,14 +185,15 @@ def _job(options: argparse.Namespace) -> LaunchJob:
     if problems := [*_starter_problems(options, run)]:
         raise InputError(problems)
     machines = _machines(options, run)
-    most = machines.per_node if machines else options.ranks_per_node or run.plan.world + spare_ranks(run)
-    spares, wanted, count = spare_ranks(run), options.ranks_per_node or 0, machines.nodes if machines else None
+    spares, wanted = spare_ranks(run), options.ranks_per_node or 0
+    most = machine_gpus(machines, wanted) if machines else wanted or run.plan.world + spares
+    count = machines.gpus // most if machines and most > machines.per_node else machines.nodes if machines else None
     if machines and run.plan.world + spares > machines.gpus:
         beside = f" and {spares} of spares" if spares else ""
         there = plural(machines.gpus, "GPU")
         what = f"the plan has {plural(run.plan.world, 'rank')}{beside}, and {machines.name} has {there}"
         raise mistake(what, "plan for these machines, or name others by --cluster", "plan")
-    switch = machines.domain // most if machines else 1
+    switch = max(machines.domain // most, 1) if machines else 1
     nodes, per_node = layout(run.plan, most, wanted, count, switch, spares)
     if problems := [*check.divide_replicas(run, nodes)]:
         raise InputError(problems)
@@ -210,6 +214,15 @@ def _job(options: argparse.Namespace) -> LaunchJob:
     )
     require_names(job)
     return job
+
+
+def machine_gpus(machines: Cluster, wanted: int) -> int:
+    """The GPUs of one machine, of which as many are `wanted`; 0: nobody said.
+
+    Several bridged pairs, or fours, may be in one machine, which the catalogue does not know: then the user does.
+    """
+    is_bridged = machines.per_node == machines.domain < USUAL_DOMAIN and wanted % machines.domain == 0
+    return max(machines.per_node, wanted) if is_bridged else machines.per_node
 
 
 def _starter_problems(options: argparse.Namespace, run: Run) -> Iterator[Problem]:

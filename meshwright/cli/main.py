@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -64,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _answer(options: argparse.Namespace) -> int:
     """Run the verb. A mistake is reported to people, and to a program that asked for one JSON value."""
+    if not _listens(options):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, failure.ASKS)  # which the program has held back
     try:
         code = options.verb(options)
         sys.stdout.flush()  # what is refused there is told here
@@ -88,6 +91,11 @@ def _answer(options: argparse.Namespace) -> int:
             answer = {"state": "failed", "exit_code": failed.code, "problems": [problem]}
             print(msgspec.json.encode(answer).decode())
         return failed.code
+
+
+def _listens(options: argparse.Namespace) -> bool:
+    """Whether the verb says what SIGTERM means, and lets it come when it can: those that start ranks of a run."""
+    return options.verb.__name__ == "train" or getattr(options, "node_rank", None) is not None
 
 
 def _full(options: argparse.Namespace) -> list[Path]:

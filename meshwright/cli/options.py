@@ -3,16 +3,15 @@
 import argparse
 import re
 import shlex
-import shutil
 import sys
-import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from meshwright.runtime import terminal
 from meshwright.runtime.failure import Exit
 from meshwright.spec.problem import InputError, Problem, install_command, mistake
 
@@ -105,12 +104,12 @@ def share(text: str) -> float:
 def say_to(machine: bool) -> Callable[[str], None]:
     """Where messages for people go: a program's answer has standard output to itself."""
     stream = sys.stderr if machine else sys.stdout
-    return lambda text: print(text, file=stream, flush=True)
+    return lambda text: print(terminal.fitted(text, stream), file=stream, flush=True)
 
 
 def columns() -> int | None:
-    """The columns of the terminal that output goes to; None for a pipe, which has as many as it takes."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    """The columns of the terminal that output goes to; None for a pipe."""
+    return terminal.columns(sys.stdout)
 
 
 def show(options: argparse.Namespace, record: Any, lines: Iterable[str]) -> None:
@@ -118,19 +117,11 @@ def show(options: argparse.Namespace, record: Any, lines: Iterable[str]) -> None
     if options.json:
         print(msgspec.json.encode(record).decode())
         return
-    for line in wrapped(lines, columns()):
-        print(line)
-
-
-def wrapped(lines: Iterable[str], columns: int | None) -> Iterator[str]:
-    """Lines that are longer than the terminal, broken between words."""
+    width = columns()
     for line in lines:
-        if columns is None or max(map(len, line.split("\n"))) <= columns:
-            yield line
-            continue
-        indent = line[: len(line) - len(line.lstrip())]
-        wrapper = textwrap.TextWrapper(columns, indent, indent, break_long_words=False, break_on_hyphens=False)
-        yield from wrapper.wrap(line.strip())
+        hang = terminal.HANG if "  " in line.strip() else ""  # what is left of a table's row is none
+        for part in terminal.wrapped([line], width, hang):
+            print(part)
 
 
 def pasted(label: str, command: Iterable[str], columns: int | None) -> str:

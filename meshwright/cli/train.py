@@ -56,34 +56,37 @@ def train(options: argparse.Namespace) -> int:
     words.require_training()
     here = started_as(env.here(), options.ranks)
     if here is None:
-        return _until_asked(lambda: _launch(_resolved(options, options.ranks, is_first=True), options), options)
+        return until_asked(lambda: _launch(_resolved(options, options.ranks, is_first=True), options), options)
     resolved = partial(_resolved, options, here.world, is_first=here.rank == 0)
-    return _until_asked(lambda: _rank(resolved(), here, options), options, here.rank)
+    return until_asked(lambda: _rank(resolved(), here, options), options, here.rank)
 
 
 def train_on_machine(options: argparse.Namespace, place: "NodePlace", ranks: int) -> int:
     """Train on one machine of several, whose replicas can do without those of the others; `ranks` are the plan's."""
     words.require_training()
     resolved = partial(_resolved, options, ranks, is_first=True)
-    return _until_asked(lambda: _launch_machine(resolved(), options, place), options)
+    return until_asked(lambda: _launch_machine(resolved(), options, place), options)
 
 
-def _until_asked(work: Callable[[], int], options: argparse.Namespace, rank: int | None = None) -> int:
+def until_asked(work: Callable[[], int], options: argparse.Namespace, rank: int | None = None) -> int:
     """Do it, unless SIGTERM comes before there is a rank that can save, or a launcher that has ranks to tell."""
     if threading.current_thread() is not threading.main_thread():  # as Ray's TorchTrainer calls a function
         what = "training listens for signals, and only the main thread of a process can"
         raise mistake(what, "start it as a process of its own: python -m meshwright train …")
     before = {number: signal.signal(number, _end_early) for number in failure.ASKS}
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, failure.ASKS)
         return work()
-    except EarlyEnd:
+    except EarlyEnd as early:
         who = "" if rank is None else f"rank {rank}: "
-        what = "stopped by SIGTERM before the first step; nothing to save"
+        what = str(early) or "stopped by SIGTERM before the first step; nothing to save"
         print(f"{who}{what}", file=sys.stderr)
         if options.json and not rank:
             _tell_program(Failure(kind="stopped", code=Exit.PREEMPTED, what=what), Exit.PREEMPTED)
         return Exit.PREEMPTED
-    finally:  # who runs the verb in a process of their own goes on with theirs
+    finally:  # who runs the verb in a process of their own goes on with theirs; the program ends with its own code
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
 
@@ -144,7 +147,6 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     from meshwright.runtime import ranks
     from meshwright.runtime import run_folder as folders
     from meshwright.runtime.failure import this_session
-    from meshwright.train import eval_command
 
     say, world = _teller(options.json), run.plan.world
     folder = options.folder or folders.find(run, fresh=options.fresh, extend=options.extend)
@@ -160,7 +162,7 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     (folder / folders.STOP).unlink(missing_ok=True)  # it was for those who have stopped
     if claim.finished is not None:
         try:
-            eval_command.make_up(run, folder, say)
+            _make_up(run, folder, say)
         finally:
             claim.release()
         say(f"{folder} has finished this run; ask for more steps to continue it, or add --fresh to train it again")
@@ -190,6 +192,16 @@ def _launch(run: Run, options: argparse.Namespace) -> int:
     if failed.kind in ("input", "corrupt"):
         claim.abandon()
     return _tell_failure(failed, options.json)
+
+
+def _make_up(run: Run, folder: Path, say: Callable[[str], None]) -> None:
+    """Run the last command of a run that was ended before it had; SIGTERM ends it again."""
+    from meshwright.train import eval_command
+
+    try:
+        eval_command.make_up(run, folder, say)
+    except EarlyEnd:
+        raise EarlyEnd(f"stopped by SIGTERM, {failure.OWED}; {failure.OWED_REMEDY}") from None
 
 
 def leave_bar(people: TextIO) -> None:
@@ -239,14 +251,13 @@ def _launch_machine(run: Run, options: argparse.Namespace, place: "NodePlace") -
     from meshwright.runtime import run_folder as folders
     from meshwright.runtime.links import interface_towards, is_loopback
     from meshwright.runtime.machines import Machines
-    from meshwright.train import eval_command
 
     if problems := [*check.divide_replicas(run, place.nodes)]:
         raise InputError(problems)
     say, folder = _teller(options.json), options.folder or folders.find(run)
     if not folders.check_owner(folder, run) and (finished := folders.read_summary(folder)) is not None:
         if place.node == 0:
-            eval_command.make_up(run, folder, say)
+            _make_up(run, folder, say)
         say(f"{folder} has finished this run; ask for more steps to continue it")
         _tell(finished, run, options)
         return Exit.DONE
@@ -305,16 +316,18 @@ def _rank(run: Run, here: Place, options: argparse.Namespace) -> int:
         if here.rank == 0 or not folders.is_held(folder):
             raise
         changed, patience = True, min(patience, HELD_SECONDS)
-    if not fresh and not changed and (finished := folders.read_summary(folder)) is not None:
+    finished = None if fresh or changed else folders.read_summary(folder)
+    is_over = finished is not None and not eval_command.is_owed(run, folder)
+    if env.attempt() > 1 and (folder / folders.STOP).exists() and not is_over:
+        _teller(options.json)(f"rank {here.rank}: {folder / folders.STOP} is there; remove it to resume")
+        return Exit.INTERRUPTED
+    if finished is not None:
         if here.rank == 0:
             say = _teller(options.json)
-            eval_command.make_up(run, folder, say)
+            _make_up(run, folder, say)
             say(f"{folder} has finished this run; ask for more steps, or add --fresh")
             _tell(finished, run, options)
         return Exit.DONE
-    if env.attempt() > 1 and (folder / folders.STOP).exists():
-        _teller(options.json)(f"rank {here.rank}: {folder / folders.STOP} is there; remove it to resume")
-        return Exit.INTERRUPTED
     if options.debug:
         env.debug()
     if here.rank == 0:
@@ -405,9 +418,12 @@ def _tell_end(code: int, run: Run, folder: Path, options: argparse.Namespace) ->
     if code == Exit.DONE:
         _tell(folders.read_summary(folder), run, options)
         return
-    if code in (Exit.PREEMPTED, Exit.INTERRUPTED) and (step := newest_step(folder)) >= 0:
-        by_person = f"stopped by the file {folders.STOP}" if (folder / folders.STOP).exists() else "interrupted"
-        how = "stopped by SIGTERM" if code == Exit.PREEMPTED else by_person
+    by_person = f"stopped by the file {folders.STOP}" if (folder / folders.STOP).exists() else "interrupted"
+    how = "stopped by SIGTERM" if code == Exit.PREEMPTED else by_person
+    is_asked = code in (Exit.PREEMPTED, Exit.INTERRUPTED)
+    if is_asked and (folder / folders.SUMMARY).exists():
+        _teller(options.json)(f"{how}, {failure.OWED}; {failure.OWED_REMEDY}")
+    elif is_asked and (step := newest_step(folder)) >= 0:
         _teller(options.json)(f"{how}, checkpoint saved at step {step}: run the same command again to resume")
     if options.json:
         _tell_program(next((own for own in failure.read(folder) if own.rank == 0), None), code)
@@ -444,7 +460,8 @@ def _tell(summary: Summary | None, run: Run, options: argparse.Namespace) -> Non
     if summary.sample:
         lines += ["  sample", *(f"    {line}" for line in printable(summary.sample).split("\n"))]
     folder, setting = shlex.quote(summary.folder), shlex.join(["config", "show", *options.words])
-    lines.append("try next:")
+    teller(sys.stdout, fits=True)("\n".join(lines))
+    lines = ["try next:"]  # commands, to be copied as they are
     if run.data.sources == Data().sources:
         lines.append("  meshwright train data.source='my/*.txt'          your own text")
     if summary.sample:
@@ -485,4 +502,4 @@ def _tell_program(failed: Failure | None, code: int) -> None:
 
 def _teller(machine: bool) -> Callable[[str], None]:
     """Where messages for people go. Training continues when nobody reads them."""
-    return teller(sys.stderr if machine else sys.stdout)
+    return teller(sys.stderr if machine else sys.stdout, fits=True)

@@ -64,6 +64,7 @@ Kind = Literal[
 RESTARTABLE: tuple[Kind, ...] = ("killed", "hang")  # the rest would only happen again
 # What Gloo, NCCL and sockets say when the other side is gone.
 BROKEN = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Connection refused")
+FULL = (errno.ENOSPC, errno.EDQUOT)
 WIDEST = 160  # characters of a line on the screen; all of it is in the file
 KINDS: dict[int, Kind] = {  # by a rank's exit code
     Exit.INPUT: "input",
@@ -77,6 +78,11 @@ KINDS: dict[int, Kind] = {  # by a rank's exit code
 # What asks a rank to save and end. mpirun passes the second on at once, and SIGTERM after a long sleep.
 ASKS = (signal.SIGTERM, signal.SIGUSR2)
 AGAIN = "run the same command again to resume from the newest checkpoint"
+# Of a run that is asked to end when only its last command is not done.
+OWED, OWED_REMEDY = (
+    "all steps are done, and the last eval.command is not",
+    "run the same command again: it runs eval.command on the model, and nothing else",
+)
 STATES = {"T": "state T (stopped)", "t": "state t (traced)", "Z": "state Z (gone)"}
 LIKELY = {
     signal.SIGKILL: "killed from outside: by a person, a scheduler, or the kernel for want of memory (see dmesg)",
@@ -140,6 +146,14 @@ def write(folder: Path, report: Failure) -> None:
         replace_file(folder / f"failure.rank{report.rank}.json", msgspec.json.encode(report))
 
 
+def write_somewhere(folders: Sequence[Path], verdict: Failure) -> None:
+    """The same in the first of some folders that takes it: the run's may lie on a disk that is full."""
+    for folder in folders:
+        with suppress(OSError):
+            write(folder, verdict)
+            return
+
+
 def read(folder: Path) -> list[Failure]:
     """The failure reports of all ranks that left one."""
     return [msgspec.json.decode(file.read_bytes(), type=Failure) for file in folder.glob("failure.rank*.json")]
@@ -200,8 +214,12 @@ def of_killed(rank: int, seen: "RankStatus | None", details: Path) -> Failure:
 
 def is_full(error: BaseException) -> bool:
     """Whether an error says that a disk, or somebody's share of one, is full; libraries say so in their own classes."""
-    codes = (errno.ENOSPC, errno.EDQUOT)
-    return getattr(error, "errno", None) in codes or any(os.strerror(code) in str(error) for code in codes)
+    return getattr(error, "errno", None) in FULL or says_full(str(error))
+
+
+def says_full(words: str) -> bool:
+    """The same of an error's words."""
+    return any(os.strerror(code) in words for code in FULL)
 
 
 def of_full_disk(places: Sequence[Path]) -> Failure:

@@ -15,6 +15,7 @@ from typing import TextIO
 
 import msgspec
 
+from meshwright.runtime.terminal import fitted
 from meshwright.spec.problem import mistake
 
 # Control characters but for tab and line feed, other ends of a line, marks of direction, and halves of characters.
@@ -114,12 +115,15 @@ def sweep_beside(target: Path) -> None:
                 os.close(held)
 
 
-def teller(stream: TextIO) -> Callable[[str], None]:
-    """Tells people what they may not stay to hear: a reader that leaves, or a full disk, ends the telling alone."""
+def teller(stream: TextIO, fits: bool = False) -> Callable[[str], None]:
+    """Tells people what they may not stay to hear: a reader that leaves, or a full disk, ends the telling alone.
+
+    `fits`: long lines are broken as the terminal needs it. A command would not be one any more.
+    """
 
     def tell(text: str) -> None:
         try:
-            print(text, file=stream, flush=True)
+            print(fitted(text, stream) if fits else text, file=stream, flush=True)
         except OSError:
             forsake(stream)
 

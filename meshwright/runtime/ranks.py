@@ -20,13 +20,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from meshwright.runtime.failure import Failure, FailureError
+from meshwright.runtime.failure import ASKS, Failure, FailureError
 from meshwright.runtime.place import Place, RankSpec, cores, local
 
 SET_PARENT_DEATH_SIGNAL, SET_NAME, SET_CHILD_SUBREAPER = 1, 15, 36  # of Linux's prctl
@@ -163,6 +164,7 @@ def serve_orders(module: str, answers: int) -> None:
     launcher = os.getppid()
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ASKS)  # of the ranks too, until they listen
     with lasting_imports():
         ranks = importlib.import_module(module)
     ranks.code()  # remembered: ranks run what is imported here, whatever becomes of the files
@@ -285,6 +287,7 @@ class Crew:
     def __init__(self, work: Work, count: int) -> None:
         if isinstance(work, Remote):
             SERVER.set_forkserver_preload([work.module])  # imported once, before the first fork
+        start_server()
         self.meeting = tempfile.TemporaryDirectory()
         self.processes, self.ends = [], list[Any]()
         for rank in range(count):
@@ -334,6 +337,16 @@ class Crew:
         for end in self.ends:
             end.close()
         self.meeting.cleanup()
+
+
+def start_server() -> None:
+    """Have the process that a crew is forked from. Ctrl-C reaches it too, and is not for it to answer: it imports."""
+    resource_tracker.ensure_running()  # which lets the signal through when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def run_ranks(work: Work, count: int, arguments: tuple[Any, ...], seconds: float) -> None:

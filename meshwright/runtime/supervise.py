@@ -99,7 +99,8 @@ class Watch:
 
     def _reports(self) -> list[Failure]:
         """The failure reports of ranks of this machine."""
-        return [report for report in failure.read(self.folder) if report.rank in self.supervisor.here]
+        found = [*failure.read(self.folder), *failure.read(self.pulse.folder)]
+        return [report for report in found if report.rank in self.supervisor.here]
 
     def _look(self) -> Failure | None:
         seen = self.pulse.look()
@@ -179,8 +180,7 @@ class Watch:
         what = f"checkpoint saved at step {step}" if saved and step >= 0 else "ended before a checkpoint was complete"
         remedy = failure.AGAIN
         if self._is_done():
-            what = "all steps are done, and the last eval.command is not"
-            remedy = "run the same command again: it runs eval.command on the model, and nothing else"
+            what, remedy = failure.OWED, failure.OWED_REMEDY
         return Failure(
             kind="stopped",
             code=Exit.INTERRUPTED if interrupted else Exit.PREEMPTED if saved else Exit.RESUMABLE,

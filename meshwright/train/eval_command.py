@@ -51,7 +51,7 @@ def started(run: Run, folder: Path, step: int, model: Path, remove: tuple[Path, 
 
 def make_up(run: Run, folder: Path, say: Callable[[str], None]) -> None:
     """Run the last command of a finished run, if the run was ended before it had; how it goes is in the records."""
-    if not run.eval.command or has_ended(folder, run.steps):
+    if not is_owed(run, folder):
         return
     say(f"running eval.command on the model of step {run.steps}: the run was ended before it had")
     try:
@@ -69,6 +69,11 @@ def make_up(run: Run, folder: Path, say: Callable[[str], None]) -> None:
     with open(folder / "steps.rank0.jsonl", "ab") as records:
         records.write(line(record))
     say(command_line(record))
+
+
+def is_owed(run: Run, folder: Path) -> bool:
+    """Whether a run whose steps are all done has still to run its last command."""
+    return bool(run.eval.command) and not has_ended(folder, run.steps)
 
 
 def has_ended(folder: Path, step: int) -> bool:

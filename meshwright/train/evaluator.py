@@ -169,6 +169,7 @@ class Evaluator:
             self.recorder.screen.say(f"running eval.command on the model of step {self.run.steps}")
             self._start(self.run.steps, self.folder / MODEL)
             self._wait(stop)
+        stop.owes = stop.asked and eval_command.is_owed(self.run, self.folder)
 
     def _wait(self, stop: Stop) -> None:
         while self.errand is not None and not stop.asked:

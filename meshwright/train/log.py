@@ -42,6 +42,7 @@ from meshwright.runtime.records import (
     read_line,
     shifted,
 )
+from meshwright.runtime.terminal import columns, fitted
 from meshwright.spec.units import gib
 from meshwright.train.loop import EvalResult, StepResult
 from meshwright.train.noise_scale import GradientNoise, estimate, microbatches
@@ -52,6 +53,8 @@ LONGEST_QUEUE = 10_000  # records a slow tracker may lag behind; later ones are 
 LAST_SECONDS = 10.0  # a tracker may take at the end
 LEAST_SECONDS = 1e-6  # of a save: one that no device noticed was made all the same
 WIDTH = 80  # columns of a step's line
+STEADIEST = ("memory", "lr", "balance", "mfu", "norm", "left", "tokens")  # what tells least first
+NARROW = 60  # columns in which a bar and all that is beside it have no room
 PACE = 0.1  # the weight of the newest step in the pace that the time left is reckoned by
 Curve = StepRecord | EvalRecord  # what a tracker plots
 
@@ -93,8 +96,13 @@ def screen(stream: TextIO, every: int, quiet: bool = False, plain: bool = False)
     return LiveBar(stream, every) if is_bar else PlainLines(stream, every, quiet)
 
 
-def step_line(record: StepRecord, steps: int, peak: float | None, seconds_left: float | None = None) -> str:
-    """One step in the field's usual order, in at most WIDTH columns. Utilization where the device's peak is known."""
+def step_line(
+    record: StepRecord, steps: int, peak: float | None, seconds_left: float | None = None, columns: int | None = None
+) -> str:
+    """One step in the field's usual order, in at most WIDTH columns. Utilization where the device's peak is known.
+
+    On a terminal of fewer columns more is left out.
+    """
     shown = record.loss if record.mean_loss is None else record.mean_loss  # of all replicas, where they have met
     begin = [f"step {record.step}/{steps}", f"loss {shown:.4f}"]
     if record.skipped:
@@ -108,11 +116,11 @@ def step_line(record: StepRecord, steps: int, peak: float | None, seconds_left: 
         "mfu": f"MFU {utilization(record.flops, record.seconds, peak):.1%}" if peak else "",
         "left": f"ETA {duration(seconds_left)}" if seconds_left else "",
     }
-    text = ""
-    for name in ("", "memory", "lr", "balance", "mfu"):  # what is too long is left out, the steadiest first
+    text, width = "", min(columns or WIDTH, WIDTH)
+    for name in ("", *STEADIEST[: None if width < WIDTH else 4]):  # what is too long is left out
         words[name] = ""
         text = "  ".join(filter(None, [*begin, *words.values()]))
-        if len(text) <= WIDTH:
+        if len(text) <= width:
             break
     return text
 
@@ -147,7 +155,7 @@ class PlainLines:
         self.seen = 0
 
     def say(self, text: str) -> None:
-        self._tell(lambda: print(text, file=self.stream, flush=True))
+        self._tell(lambda: print(fitted(text, self.stream), file=self.stream, flush=True))
 
     def step(self, record: StepRecord, steps: int, peak_flops_per_second: float | None) -> None:
         self.seen += 1
@@ -155,7 +163,7 @@ class PlainLines:
             self.pace = record.seconds if self.pace is None else self.pace + PACE * (record.seconds - self.pace)
         if record.step == 1 or record.step % self.every == 0 or record.step == steps or record.skipped:
             left = None if self.pace is None else self.pace * (steps - record.step)
-            self.say(step_line(record, steps, peak_flops_per_second, left))
+            self.say(step_line(record, steps, peak_flops_per_second, left, columns(self.stream)))
 
     def held(self, record: EvalRecord) -> None:
         self.say(f"validation loss {record.loss:.4f} after step {record.step}")
@@ -189,14 +197,16 @@ class LiveBar(PlainLines):
         self.started = False
 
     def say(self, text: str) -> None:
-        self._tell(lambda: self.progress.console.print(text, markup=False, soft_wrap=True))
+        self._tell(lambda: self.progress.console.print(fitted(text, self.stream), markup=False, soft_wrap=True))
 
     def step(self, record: StepRecord, steps: int, peak_flops_per_second: float | None) -> None:
         if not self.started:
             self._tell(self.progress.start)
             self.started = True
         super().step(record, steps, peak_flops_per_second)
-        latest = f"loss {record.loss:.3f}  {record.tokens / record.seconds:,.0f} tokens/s"
+        latest = f"loss {record.loss:.3f}"
+        if self.progress.console.width >= NARROW:
+            latest += f"  {record.tokens / record.seconds:,.0f} tokens/s"
         self.progress.update(self.task, completed=record.step, total=steps, latest=latest)
 
     def close(self) -> None:

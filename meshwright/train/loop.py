@@ -39,6 +39,7 @@ class Stop:
         self.looked = 0.0
         self.interrupts = 0
         self.saved = True  # what was done until the end is on the disk
+        self.owes = False  # the last eval.command, which was cut off: all else is done
 
     @property
     def asked(self) -> bool:
@@ -64,6 +65,7 @@ class Stop:
             signal.signal(number, self._hear)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # whose launcher does not hear it for all
             signal.signal(signal.SIGINT, self._hear)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS)
         return self
 
     def _hear(self, number: int, frame: FrameType | None) -> None:

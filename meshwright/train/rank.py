@@ -9,6 +9,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +26,7 @@ from meshwright.checkpoint.storage import CorruptError
 from meshwright.config.huggingface import TOKENIZER, read_config
 from meshwright.config.load import load
 from meshwright.config.run import Run
-from meshwright.config.weights import BASE, TEXT, BaseDigest, note_of
+from meshwright.config.weights import BASE, MODEL, TEXT, BaseDigest, note_of
 from meshwright.cost import goodput
 from meshwright.cost.flops import utilization
 from meshwright.data.chat import GENERATION, TEMPLATE, text_folder
@@ -46,7 +47,7 @@ from meshwright.spec import communication
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
 from meshwright.train import build as building
-from meshwright.train import loop, step, survivors
+from meshwright.train import ending, loop, step, survivors
 from meshwright.train import world as meeting
 from meshwright.train.build import build
 from meshwright.train.evaluator import Evaluator
@@ -123,19 +124,20 @@ def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
         odd = deviated(recorded(), heart.step_ends_ns)
         last = failure_of(error, order, step, odd, begun=heart.steps_here > 0)
         if not home.is_taken():
-            failure.write(Path(order.folder), last)
+            failure.write_somewhere((Path(order.folder), Path(order.beats)), last)
         heart.leave()
         return last.code
     heart.leave()
-    if summary is None:
+    if summary is None or stop.owes:
         return _stopped(order, stop)
     return Exit.DONE
 
 
 def _stopped(order: RankSpec, stop: Stop) -> int:
     """How a rank ends that was asked to. A person is no scheduler's signal: nobody is to start the run again."""
-    if not stop.saved:
-        return Exit.RESUMABLE  # a save that failed lost steps, not the run
+    if not stop.saved:  # a save that failed lost steps, not the run
+        failure.write_somewhere((Path(order.folder), Path(order.beats)), ending.unsaved(order))
+        return Exit.RESUMABLE
     is_ours = order.place.launcher == "meshwright"  # whose supervisor looks for the file itself
     by_person = stop.interrupts > 0 or (not is_ours and (Path(order.folder) / STOP).exists())
     return Exit.INTERRUPTED if by_person else Exit.PREEMPTED
@@ -209,7 +211,7 @@ def _run_rank(
                 screen.close()
                 if not state.stopped:
                     stop.require_folder()
-                    return _finish(run, state, mesh, recorder, corpus, evaluator)
+                    return _finish(run, state, mesh, recorder, corpus, evaluator, stop)
             recorder.end(state.step)
             stop.saved = state.saved
             return None
@@ -292,7 +294,9 @@ def _train(
     recorder.last_save_seconds = time.monotonic() - handled  # the loop ends when nothing is left to be saved
 
 
-def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corpus, evaluator: Evaluator) -> Summary:
+def _finish(
+    run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corpus, evaluator: Evaluator, stop: Stop
+) -> Summary:
     sample, loader = "", state.loader
     if run.eval.sample_tokens and corpus.tokenizer is not None:
         # How a validation sample begins, or the first training sample where there is none.
@@ -301,13 +305,21 @@ def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corp
     evaluator.finish(state.step)
     peak = torch.tensor(peak_bytes(mesh.device), device=mesh.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    whole = weights(state.chunks, run, mesh)
-    leads = state.live is None or state.live.leads
-    if mesh.rank == 0 and leads:
-        note = note_of(msgspec.to_builtins(run), recorder.folder)
-        save_native(recorder.folder / "model", run.arch, whole, corpus.tokenizer, recorder.folder / TEXT, note)
-    else:
-        deque(whole, maxlen=0)  # take part in gathering
+    leaves = mesh.rank == 0 and (state.live is None or state.live.leads)
+    surely = partial(
+        ending.surely, folder=recorder.folder, step=state.step, mesh=mesh, stop=stop, say=recorder.screen.say
+    )
+
+    def write_model() -> None:
+        whole, folder = weights(state.chunks, run, mesh), recorder.folder
+        try:
+            if leaves:
+                note = note_of(msgspec.to_builtins(run), folder)
+                save_native(folder / MODEL, run.arch, whole, corpus.tokenizer, folder / TEXT, note)
+        finally:
+            deque(whole, maxlen=0)  # take part in gathering
+
+    surely("the model", write_model)
     recorder.end(state.step)
     records = goodput.kept(recorder.past)
     steady = records[1:] or records  # the first step pays for warming up
@@ -338,8 +350,7 @@ def _finish(run: Run, state: State, mesh: Mesh, recorder: Recorder, corpus: Corp
         noise_scale=noise.tokens if noise else None,
         noise_scale_sequences=noise.sequences if noise else None,
     )
-    if mesh.rank == 0 and leads:
-        write_summary(recorder.folder, summary)
+    surely("the summary", lambda: write_summary(recorder.folder, summary) if leaves else None)
     return summary
 
 
@@ -481,7 +492,9 @@ def check(run: Run, corpus: Corpus, folder: Path, writes: bool) -> list[str]:
     """
     own, named = folder / TOKENIZER, corpus.tokenizer
     here = [fact(one.source, tokens) for one, tokens in zip(run.data.sources, corpus.sources, strict=True)]
-    file, before = folder / DATA, sorted(folder.glob("data.*.json"), key=lambda one: one.stat().st_mtime)
+    # By their numbers: the clock may have been set back since one was kept.
+    kept = {int(one.suffixes[0][1:]): one for one in folder.glob("data.*.json") if one.suffixes[0][1:].isdecimal()}
+    file, before = folder / DATA, [kept[number] for number in sorted(kept)]
     known = file if file.exists() else before[-1] if before else None
     found = [] if known is None else differences(msgspec.json.decode(known.read_bytes(), type=list[Fact]), here)
     if found and known == file:

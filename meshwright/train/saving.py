@@ -493,15 +493,31 @@ class DueSave:
                 self.postponed = state.step
                 self.say(f"the save of step {state.step} is postponed until after {self.saver.told()}")
             return 0.0
+        seconds = self._begin(state)
+        if state.stopped:
+            self._finish(state)
+        return seconds
+
+    def _begin(self, state: State) -> float:
         self.postponed, self.begun = None, state.step
+        self.saver.ends = state.stopped or state.step == self.run.steps
         state.optimizer.settle()
         if self.mesh.device.type != "cuda" or self.is_offloaded:
-            seconds = self.saver.save(progress(state, self.run))
-        else:  # the counters are read when they have arrived: the host waits for nothing
-            seconds = self.saver.save(_progress(state, self.run), _counters(state))
-        if state.stopped:
-            state.saved = self.saver.settle()
-        return seconds
+            return self.saver.save(progress(state, self.run))
+        # The counters are read when they have arrived: the host waits for nothing.
+        return self.saver.save(_progress(state, self.run), _counters(state))
+
+    def _finish(self, state: State) -> None:
+        """Wait for the last save of all. It is made once more if it failed for want of room that is there by now."""
+        state.saved = self.saver.settle() and self.saver.is_there
+        if not state.saved and write.number_of_first(self.saver.may_try_again, self.mesh):
+            self._begin(state)
+            state.saved = self.saver.settle() and self.saver.is_there
+
+    def end(self, state: State) -> None:
+        """Training has come to its end."""
+        if self.begun == state.step == self.run.steps:
+            self._finish(state)
 
 
 @dataclass
@@ -582,8 +598,10 @@ def saving_to(
     )  # fmt: skip
     if run.checkpoint.every:
         saver.prepare()
+    due = DueSave(run, mesh, saver, state.say, is_offloaded)
     try:
-        yield DueSave(run, mesh, saver, state.say, is_offloaded)
+        yield due
+        due.end(state)
     except BaseException:
         saver.abandon()
         raise

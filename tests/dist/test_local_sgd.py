@@ -19,8 +19,9 @@ from meshwright.cost.layout import layout_of
 from meshwright.cost.rank_view import RankView
 from meshwright.cost.resident import states, sync_bytes
 from meshwright.cost.traffic import of_every_step, traffic
+from meshwright.optim import outer as outer_loop
 from meshwright.optim.outer import OuterLoop
-from meshwright.parallel.mesh import Mesh, local
+from meshwright.parallel.mesh import Mesh, join, local
 from meshwright.runtime.failure import FailureError
 from meshwright.runtime.run_folder import Claim
 from meshwright.train.loop import EvalResult, StepResult, Stop, train
@@ -311,8 +312,8 @@ def test_four_ranks_send_and_hold_what_the_plan_implies(folder):
     [
         ((), 1.0),
         (("plan.outer=diloco",), 1.0),
-        (("plan.outer=diloco", "plan.outer_quant=int8"), 0.9),
-        (("plan.outer_quant=int4",), 0.9),
+        (("plan.outer=diloco", "plan.outer_quant=int8"), 0.99),
+        (("plan.outer_quant=int4",), 0.99),
     ],
     ids=["average", "diloco", "int8", "int4"],
 )
@@ -324,8 +325,16 @@ def test_a_sync_makes_what_the_ledger_says(folder, words, least):
     outer, peak = state.outer, 0
     assert isinstance(outer, OuterLoop)
     for bucket, codes in zip(outer.buckets, outer.codes, strict=True):
-        with torch.no_grad(), Live([*bucket.masters, *bucket.anchor, *bucket.momentum]) as live:
-            outer._sync(bucket, codes, 2)
+        sent = list[torch.Tensor]()
+
+        def kept(x: torch.Tensor, dim: int, group: dist.ProcessGroup, sent: list[torch.Tensor] = sent) -> torch.Tensor:
+            sent.append(x)  # Gloo's thread lets go of a message when it comes to that: here as late as can be
+            return join(x, dim, group)
+
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            patch.setattr(outer_loop, "join", kept)
+            with Live([*bucket.masters, *bucket.anchor, *bucket.momentum]) as live:
+                outer._sync(bucket, codes, 2)
         peak = max(peak, live.peak)
     said = sync_bytes(RankView(arch=run.arch, plan=run.plan, sequence=0, place=mesh.place))
     assert least * said <= peak <= said

@@ -4,18 +4,20 @@ import errno
 import os
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from trials import CPU, corpus_file, made, make_corpus, make_run
+from trials import CPU, corpus_file, made, make_corpus, make_run, mesh_of
 from waiting import HANG
 from worlds import world
 
 from meshwright.checkpoint import format
 from meshwright.checkpoint.storage import Disk
-from meshwright.train import saving
-from meshwright.train.loop import train
+from meshwright.runtime.failure import FailureError
+from meshwright.train import ending, saving
+from meshwright.train.loop import Stop, train
 from meshwright.train.saving import BUSY, FAILED, Vote, counted
 
 STEPS = (
@@ -94,6 +96,61 @@ def test_a_part_that_one_rank_cannot_write_ends_the_save_and_not_the_next(folder
     found = format.present(folder / "run" / "checkpoints")
     assert min(found) > 2
     assert found[-1] == 60
+
+
+@world(2)
+def test_the_last_save_is_made_again_when_a_full_disk_has_room(folder):
+    """There is room for two steps, of which the older one goes before the newest is written, where it must."""
+    run, mesh, state = made(make_run(folder, *STEPS, "steps=6", "checkpoint.keep_last=2"), folder, CPU)
+    state.say, (first, second) = (lambda text: None), (folder / "run" / "checkpoints" / f"step-{n}" for n in (2, 4))
+    write_block = Disk.write_block
+
+    def is_full():
+        return first.exists() and second.exists()
+
+    def refusing(disk, descriptor, block):
+        if is_full():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_block(disk, descriptor, block)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Disk, "free_bytes", lambda disk, path: 0 if is_full() else 10**12)
+        patch.setattr(Disk, "write_block", refusing)
+        assert [result.step for result in train(run, state, mesh, folder / "run")] == [1, 2, 3, 4, 5, 6]
+    state.loader.close()
+    assert state.saved
+    assert format.present(folder / "run" / "checkpoints") == [4, 6]
+
+
+@world(2)
+def test_what_a_run_leaves_is_written_when_there_is_room_and_not_waited_for_where_a_checkpoint_has_it(folder):
+    mesh, said, tries, stop = mesh_of(make_run(folder, "plan.replicate=2").plan), list[str](), list[int](), Stop()
+
+    def write():
+        tries.append(mesh.rank)
+        if mesh.rank == 0 and len(tries) % 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ending, "AGAIN_SECONDS", 0.0)
+        patch.setattr(ending, "LOOK_SECONDS", 0.01)
+        surely = partial(ending.surely, "the model", write, folder, mesh=mesh, stop=stop, say=said.append)
+        surely(7)
+        assert (len(tries), len(said)) == (3, 1)
+        assert "waiting for room" in said[0]
+        stop.asked = mesh.rank == 0
+        with pytest.raises(FailureError, match="of step 7 could not be written") as lost:
+            surely(7)
+        assert "train again: there is no checkpoint" in lost.value.verdict.remedy
+        dist.barrier()  # each has looked for checkpoints
+        tries.clear()
+        stop.asked = False
+        if mesh.rank == 0:
+            (folder / "checkpoints" / "step-7").mkdir(parents=True)
+        with pytest.raises(FailureError) as kept:
+            surely(7)
+        assert "run the same command again to write it from the last checkpoint" in kept.value.verdict.remedy
+        assert (len(tries), len(said), kept.value.verdict.code) == (1, 2, 11)
 
 
 @world(2)

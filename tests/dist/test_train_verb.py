@@ -256,6 +256,37 @@ def test_a_run_whose_folder_is_taken_away_says_so_and_leaves_none(text, taken_by
     assert left == ({"run.toml"} if taken_by == "removed and made again" else set())
 
 
+TERMINATED = """
+import atexit, os, signal, sys
+def heard(event, found, at={at!r}):
+    if event == "import" and found[0] == at:
+        os.kill(os.getpid(), signal.SIGTERM)
+sys.addaudithook(heard)
+if {at!r} == "fork" and "meshwright.runtime.ranks" in sys.orig_argv:
+    os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+if {at!r} == "exit":
+    atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))
+"""
+
+
+@pytest.mark.parametrize(
+    ("at", "words", "code", "told"),
+    [
+        ("meshwright.cli.main", (), 10, "stopped by SIGTERM"),  # the first of our modules
+        ("msgspec", (), 10, "stopped by SIGTERM"),
+        ("meshwright.cli.preflight", (), 10, "stopped by SIGTERM"),  # the launcher is at work
+        ("fork", (), 10, "stopped by SIGTERM"),  # of a rank
+        ("exit", ("stepz=3",), 2, "did you mean steps?"),  # all is said
+    ],
+)
+def test_sigterm_when_nobody_listens_is_heard_when_somebody_does(text, tmp_path, at, words, code, told):
+    (tmp_path / "sitecustomize.py").write_text(TERMINATED.format(at=at))
+    command = [sys.executable, "-m", "meshwright", *small(text, *words), "--ranks", "1", "--folder", f"early-{at}"]
+    around = environment(text) | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=text, env=around, capture_output=True, text=True, timeout=HANG, check=False)
+    assert (done.returncode, told in done.stderr) == (code, True), done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_run_that_was_ended_in_its_last_command_makes_up_for_it(text, number):
     folder, begun, may_end = (text / f"commanded-{name}{number.name}" for name in ("", "begun-", "go-"))
@@ -270,8 +301,9 @@ def test_a_run_that_was_ended_in_its_last_command_makes_up_for_it(text, number):
     launcher = start(text, "steps=2", *words)
     until(begun.exists, "the command did not begin")
     launcher.send_signal(number)
-    launcher.communicate(timeout=HANG)
-    assert launcher.returncode == (-9 if number == signal.SIGKILL else 0)  # all steps are done
+    said = launcher.communicate(timeout=HANG)[1]
+    owed = "stopped by SIGTERM, all steps are done, and the last eval.command is not"
+    assert (launcher.returncode, owed in said) == ((-9, False) if number == signal.SIGKILL else (10, True))
     may_end.touch()
     again = [meshwright(*small(text, "steps=2", *words), folder=text) for _ in range(2)]
     assert [done.returncode for done in again] == [0, 0]

@@ -185,6 +185,41 @@ def test_however_far_a_save_comes_on_a_full_disk_the_reason_is_that_and_its_room
     assert set(os.listdir("/proc/self/fd")) == opened
 
 
+class OfSize(Disk):
+    """A disk that holds so many bytes of a folder."""
+
+    def __init__(self, home: Path, room: int) -> None:
+        self.home, self.room = home, room
+
+    def free_bytes(self, path):
+        return self.room - sum(file.stat().st_size for file in self.home.rglob("*") if file.is_file())
+
+    def write_block(self, descriptor, block):
+        if len(block) > self.free_bytes(self.home):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write_block(descriptor, block)
+
+
+@pytest.mark.parametrize(("saves", "kept"), [(2.5, [2, 3]), (1.5, [1, 2])], ids=["helps", "does not help"])
+def test_where_a_disk_has_no_room_the_oldest_goes_before_the_next_save_if_that_helps(tmp_path, saves, kept):
+    home, run = tmp_path / "checkpoints", load.load(None, ["arch.preset=tiny", "checkpoint.keep_best=false"]).run
+    for step in (1, 2):
+        advance(home, step, Disk(), run)
+    size = save.folder_bytes(home / "step-1")
+    said = list[str]()
+    disk = OfSize(home, 10**9)
+    made = saved.saver(home, saved.tensors(3), said, disk, run)
+    disk.room = int(saves * size)
+    made.save(saved.progress(3))
+    assert not made.settle()
+    assert made.may_try_again == (kept == [2, 3])
+    assert (said[1:] == ["to make room for the next save, step-1 was removed"]) == made.may_try_again
+    made.save(saved.progress(3))
+    made.close()
+    assert format.present(home) == kept
+    assert loaded(home) == kept[-1]
+
+
 class FailsOnce(Disk):
     """A disk of which the system says once, to whoever flushes next, that it could not be written."""
 

@@ -18,6 +18,7 @@ from meshwright.config.huggingface import config_of
 from meshwright.config.presets import preset
 from meshwright.hardware.cluster import cluster as machines
 from meshwright.hardware.stacks import stacks
+from meshwright.runtime import terminal
 from meshwright.search.best_first import ALIKE, notch, search
 from meshwright.search.question import Question
 from meshwright.spec.plan import Plan
@@ -231,8 +232,9 @@ def test_a_narrow_terminal_has_figures_below_their_plans():
 
 def test_lines_are_broken_between_words_on_a_terminal():
     line = "  one two three four"
-    assert list(options.wrapped([line], None)) == [line]
-    assert list(options.wrapped([line], 12)) == ["  one two", "  three four"]
+    assert list(terminal.wrapped([line], None)) == [line]
+    assert list(terminal.wrapped([line], 12)) == ["  one two", "  three four"]
+    assert list(terminal.wrapped([line], 12, "  ")) == ["  one two", "    three", "    four"]
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,22 @@ def test_a_rack_is_many_machines_behind_one_switch():
 
 
 @pytest.mark.parametrize(
+    ("name", "wanted", "code", "told"),
+    [
+        ("8xh100-nvl", "8", 0, "1 machine × 8 ranks"),  # four bridged pairs in it
+        ("8xh100-nvl", "4", 0, "2 machines × 4 ranks"),
+        ("8xh100-nvl", "3", 2, "3 ranks of a machine are more than its 2 GPUs"),
+        ("16xh100", "16", 2, "16 ranks of a machine are more than its 8 GPUs"),  # a switch joins those of a machine
+    ],
+)
+def test_a_machine_may_have_several_bridged_pairs(name, wanted, code, told, tmp_path, capsys):
+    words = ["launch", "arch.preset=tiny", "batch=16", "--on", "slurm", "--cluster", name, "--ranks-per-node", wanted]
+    assert main([*words, "--shared", "--out", str(tmp_path), "--folder", "/shared/r"]) == code
+    said = capsys.readouterr()
+    assert told in said.out + said.err
+
+
+@pytest.mark.parametrize(
     ("on", "file", "told"),
     [
         (["slurm"], "job.sbatch", "#SBATCH --no-requeue"),

@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -93,3 +94,16 @@ def test_a_crew_leaves_an_interruption_to_who_has_it():
         crew.run((), HANG)
     finally:
         crew.close()
+
+
+def test_ctrl_c_does_not_reach_the_process_that_ranks_are_forked_from():
+    """While it imports it would answer with a stack, between what its parent says."""
+    local.start_server()
+    (number,) = (pid for pid in children() if "forkserver" in Path(f"/proc/{pid}/cmdline").read_text())
+    (blocked,) = re.findall(r"^SigBlk:\t(\w+)$", Path(f"/proc/{number}/status").read_text(), re.MULTILINE)
+    assert int(blocked, 16) & 1 << signal.SIGINT - 1
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def children():
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from meshwright.spec.problem import InputError
@@ -50,6 +52,9 @@ def test_the_first_attempt_remembers_and_the_next_one_holds_to_it(tmp_path, monk
     (tmp_path / rank.DATA).rename(tmp_path / "data.1.json")  # as --extend does
     told = ["extended: a has changed since the run began (10 tokens then, 9 now)"]
     assert rank.check(Run, Corpus, tmp_path, writes=True) == told
+    assert rank.check(Run, Corpus, tmp_path, writes=True) == []
+    (tmp_path / rank.DATA).rename(tmp_path / "data.2.json")
+    os.utime(tmp_path / "data.1.json", (2**33, 2**33))  # written before the clock was set back
     assert rank.check(Run, Corpus, tmp_path, writes=True) == []
     Corpus.tokenizer.write_text("another")
     with pytest.raises(InputError, match=r"set data\.tokenizer="):

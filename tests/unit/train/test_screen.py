@@ -1,5 +1,6 @@
 import io
 import os
+import re
 from contextlib import suppress
 
 import msgspec
@@ -19,6 +20,9 @@ RECORD = StepRecord(
     memory_bytes=2**30,
     flops=5e11,
 )
+
+
+STEERING = re.compile("\x1b\\[[0-9;?]*[A-Za-z]")
 
 
 class Terminal(io.StringIO):
@@ -48,6 +52,24 @@ def test_a_step_line_fits_80_columns(fields, peak, seconds_left):
     line = step_line(msgspec.structs.replace(RECORD, **fields), 100_000, peak, seconds_left)
     assert len(line) <= 80
     assert ("ETA" in line) is (seconds_left is not None and "skipped" not in fields)
+
+
+@pytest.mark.parametrize("columns", [30, 40, 60])
+def test_on_a_narrow_terminal_a_step_is_one_line_and_a_message_is_broken_between_words(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = "data: my/*.txt: 1 .txt read; 2,801 tokens, 87 samples of 32 (1 for validation, 0% filler)"
+    for kind in (PlainLines, LiveBar):
+        stream, pipe = Terminal(), io.StringIO()
+        for view in (kind(stream, every=1), PlainLines(pipe, every=1)):
+            view.say(text)
+            view.step(RECORD, 100, 10e12)
+            view.close()
+        told = STEERING.sub("", stream.getvalue()).replace("\r", "\n").splitlines()
+        lines = [line for line in told if line and not line.startswith("training")]  # the bar
+        assert lines.pop().strip() == step_line(RECORD, 100, 10e12, None, columns)
+        assert " ".join(lines).split() == text.split()
+        assert max(map(len, told)) <= columns
+        assert pipe.getvalue() == f"{text}\n{step_line(RECORD, 100, 10e12)}\n"
 
 
 def test_the_time_left_is_told_in_plain_lines_from_the_second_step_on():

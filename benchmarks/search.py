@@ -27,6 +27,7 @@ QUESTIONS = (  # model, machines, sequence, batch
     ("llama3-70b", "64xh100", 8192, 512),
     ("mixtral-8x7b", "64xh100", 4096, 512),
     ("llama3-405b", "16384xh100", 8192, 2048),
+    ("deepseek-v3", "2048xh100", 4096, 15360),
 )
 RESULT = Path("results/search.json")
 

@@ -74,6 +74,7 @@ def until_asked(work: Callable[[], int], options: argparse.Namespace, rank: int 
         what = "training listens for signals, and only the main thread of a process can"
         raise mistake(what, "start it as a process of its own: python -m meshwright train …")
     before = {number: signal.signal(number, _end_early) for number in failure.ASKS}
+    before[signal.SIGINT] = signal.getsignal(signal.SIGINT)  # which a rank that trains here takes
     held = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, failure.ASKS)

@@ -12,7 +12,7 @@ from meshwright.verify.lossy import Replica, Sync, _replica, alone
 
 TOLERANCE = 1e-12  # float64 sums in another order, through a few updates of the weights and of the replicas' mean
 WORDS = (
-    *("arch.layers=2", "steps=24", "sequence=16", "batch=12", "data.eval_fraction=0.0", "plan.replicate=3"),
+    *("arch.layers=2", "steps=48", "sequence=16", "batch=12", "data.eval_fraction=0.0", "plan.replicate=3"),
     *(
         "plan.microbatch=1",
         "plan.grad_accum=4",

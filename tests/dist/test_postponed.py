@@ -141,7 +141,7 @@ def test_what_a_run_leaves_is_written_when_there_is_room_and_not_waited_for_wher
         stop.asked = mesh.rank == 0
         with pytest.raises(FailureError, match="of step 7 could not be written") as lost:
             surely(7)
-        assert "train again: there is no checkpoint" in lost.value.verdict.remedy
+        assert "train again: there is no checkpoint" in lost.value.report.remedy
         dist.barrier()  # each has looked for checkpoints
         tries.clear()
         stop.asked = False
@@ -149,8 +149,8 @@ def test_what_a_run_leaves_is_written_when_there_is_room_and_not_waited_for_wher
             (folder / "checkpoints" / "step-7").mkdir(parents=True)
         with pytest.raises(FailureError) as kept:
             surely(7)
-        assert "run the same command again to write it from the last checkpoint" in kept.value.verdict.remedy
-        assert (len(tries), len(said), kept.value.verdict.code) == (1, 2, 11)
+        assert "run the same command again to write it from the last checkpoint" in kept.value.report.remedy
+        assert (len(tries), len(said), kept.value.report.code) == (1, 2, 11)
 
 
 @world(2)

@@ -115,9 +115,8 @@ def test_heads_too_narrow_and_wide_numbers_keep_the_dense_mask():
 def test_a_process_may_attend_over_many_lengths(monkeypatch):
     """Torch gives up after eight shapes of one function: a run would end at the ninth."""
     monkeypatch.setattr(attention.torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(dynamo, "recompile_limit", 8)
-    attend = attention._compiled.__wrapped__()  # as no earlier call has made it
-    with torch.no_grad():
+    with dynamo.patch(recompile_limit=8), torch.no_grad():
+        attend = attention._compiled.__wrapped__()  # as no earlier call has made it
         for blocks in range(1, 11):
             q = torch.randn(1, 1, blocks * BLOCK, 16)
             attend(q, q, q, build_mask(torch.zeros(1, q.shape[2], dtype=torch.int64)))

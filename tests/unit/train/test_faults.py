@@ -157,36 +157,37 @@ def test_an_error_becomes_a_report_with_its_exit_code(error, step, code):
     assert report.remedy
 
 
+@pytest.fixture
+def signals():
+    """What this process does about those that a rank listens to, as it was."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ASKS)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals")
 def test_sigterm_is_heard_and_a_second_one_changes_nothing():
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        stop = Stop().listen()
-        assert not stop.asked
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.asked
-        assert stop.interrupts == 0
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    stop = Stop().listen()
+    assert not stop.asked
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
+    assert stop.asked
+    assert stop.interrupts == 0
 
 
+@pytest.mark.usefixtures("signals")
 def test_an_interrupt_asks_for_a_save_and_a_second_one_does_not_wait_for_it():
-    numbers = (signal.SIGINT, *ASKS)
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        ours = Stop().listen()
-        signal.raise_signal(signal.SIGINT)  # our own launcher hears it for its ranks, which ignore it
-        assert not ours.asked
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        stop = Stop().listen()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ours = Stop().listen()
+    signal.raise_signal(signal.SIGINT)  # our own launcher hears it for its ranks, which ignore it
+    assert not ours.asked
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    stop = Stop().listen()
+    signal.raise_signal(signal.SIGINT)
+    assert (stop.asked, stop.interrupts) == (True, 1)
+    with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
-        assert (stop.asked, stop.interrupts) == (True, 1)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        stop = Stop().listen()
-        signal.raise_signal(signal.SIGUSR2)  # as mpirun passes on at once
-        assert (stop.asked, stop.interrupts) == (True, 0)
-    finally:
-        for number in numbers:
-            signal.signal(number, before[number])
+    stop = Stop().listen()
+    signal.raise_signal(signal.SIGUSR2)  # as mpirun passes on at once
+    assert (stop.asked, stop.interrupts) == (True, 0)

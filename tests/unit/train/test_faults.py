@@ -158,7 +158,7 @@ def test_an_error_becomes_a_report_with_its_exit_code(error, step, code):
 
 
 def test_sigterm_is_heard_and_a_second_one_changes_nothing():
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ASKS)}
     try:
         stop = Stop().listen()
         assert not stop.asked
@@ -167,7 +167,8 @@ def test_sigterm_is_heard_and_a_second_one_changes_nothing():
         assert stop.asked
         assert stop.interrupts == 0
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_an_interrupt_asks_for_a_save_and_a_second_one_does_not_wait_for_it():

@@ -4,8 +4,8 @@ import signal
 
 
 def program() -> int:
-    """Run it. SIGTERM, and what mpirun sends in its place, wait from here on until whoever has an answer listens."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR2])
+    """Run it. SIGTERM, what mpirun sends in its place, and Ctrl-C wait from here on until whoever answers listens."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
     from meshwright.cli.main import main  # takes many times as long as all before
 
     return main()

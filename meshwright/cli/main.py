@@ -54,6 +54,7 @@ VERBS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code."""
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which the program has held back while it imported
         return _answer(parse(arguments))
     except KeyboardInterrupt:
         print("meshwright: interrupted before it was done; run the same command again", file=sys.stderr)

@@ -21,7 +21,7 @@ from meshwright.config.huggingface import is_exportable
 from meshwright.config.run import Data, Run
 from meshwright.runtime import failure
 from meshwright.runtime.failure import Exit, Failure
-from meshwright.runtime.files import printable, teller
+from meshwright.runtime.files import Speaker, printable, teller
 from meshwright.runtime.place import ALONE, Place, RankSpec
 from meshwright.runtime.records import Summary
 from meshwright.spec.params import count
@@ -80,6 +80,7 @@ def until_asked(work: Callable[[], int], options: argparse.Namespace, rank: int 
         signal.pthread_sigmask(signal.SIG_UNBLOCK, failure.ASKS)
         return work()
     except EarlyEnd as early:
+        signal.pthread_sigmask(signal.SIG_BLOCK, failure.ASKS)  # a second one is not to end this in a stack
         who = "" if rank is None else f"rank {rank}: "
         what = str(early) or "stopped by SIGTERM before the first step; nothing to save"
         print(f"{who}{what}", file=sys.stderr)
@@ -223,6 +224,7 @@ def _supervised(
     from meshwright.runtime.supervise import StopRequest, Supervisor
 
     say, people = _teller(options.json), sys.stderr if options.json else sys.stdout
+    speaker = Speaker(people)  # a launcher that waits for a reader restarts nobody, and tells nobody to save
     log = folder / "logs" / "fork_server.txt"
     place = msgspec.structs.replace(ALONE, threads=ranks.threads(environment))
     supervisor = Supervisor(
@@ -230,7 +232,7 @@ def _supervised(
         folder=folder,
         fork_server=lambda: ranks.ForkServer(RANK, environment, log, people.fileno()),
         order=_order(folder, options, place=place, session=session),
-        say=say,
+        say=lambda text: speaker.say(lambda: say(text)),
         **among,
     )
     try:
@@ -239,6 +241,7 @@ def _supervised(
         failed = supervisor.supervise(StopRequest().listen())
     finally:
         supervisor.close()
+        speaker.close()
     if failed is not None:
         leave_bar(people)
     return failed

@@ -37,6 +37,7 @@ from meshwright.data.sources import Listing, ReadyKind, TextKind
 from meshwright.data.tokenize import TokenizerInfo
 from meshwright.runtime.files import require_folder
 from meshwright.runtime.object_store import RemoteFolder, telling, words_of
+from meshwright.runtime.ranks import die_with_parent
 from meshwright.spec.problem import InputError, Problem, mistake
 from meshwright.spec.units import plural
 
@@ -609,4 +610,5 @@ def _tokens(piece: TokenPiece) -> int:
 
 
 def _begin() -> None:
+    die_with_parent()  # who is ended by SIGTERM, say, ends none of them, and each waits for ever for a next piece
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it

@@ -58,7 +58,7 @@ def run(command: Sequence[str]) -> int:
     A second Ctrl-C does not wait for the save.
     """
     asked = list[int]()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (*ASKS, signal.SIGINT):
         signal.signal(number, lambda number, frame: asked.append(number))
     began, told = time.monotonic(), False
     # A session of its own: what a terminal sends to all processes of this one, mpirun would take for itself.

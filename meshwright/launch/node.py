@@ -19,7 +19,7 @@ from types import FrameType
 from meshwright.config.run import Run
 from meshwright.config.weights import CHECKPOINTS, present
 from meshwright.runtime import meeting, run_folder
-from meshwright.runtime.failure import Exit
+from meshwright.runtime.failure import ASKS, Exit
 from meshwright.runtime.machines import Machines, Say
 from meshwright.runtime.neighbour import PartKeeper
 from meshwright.runtime.ranks import die_with_parent
@@ -129,7 +129,7 @@ def start(
         asked.append(number)
         _signal(ranks, _request(asked))
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (*ASKS, signal.SIGINT):
         signal.signal(number, pass_on)
     while True:
         code = as_asked(_attempt(command, place, environment, grace_seconds, ranks, asked), asked)

@@ -18,7 +18,7 @@ import msgspec
 
 from meshwright.launch.job import Launch, LaunchFile, LaunchJob
 from meshwright.launch.node import FALL_SECONDS, NodePlace, as_asked, exit_code
-from meshwright.runtime.failure import Exit
+from meshwright.runtime.failure import ASKS, Exit
 from meshwright.runtime.ranks import die_with_parent
 
 PLACE_SECONDS = 600.0  # until a cluster has the machines
@@ -120,7 +120,7 @@ def _run(job: RayJob, group: Any) -> int:
     address, port = ray.get(actors[0].address.remote())
     places = [NodePlace(node, job.nodes, job.per_node, address, port) for node in range(job.nodes)]
     asked: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (*ASKS, signal.SIGINT):
         signal.signal(number, lambda number, frame: asked.append(number))
     ray.get(
         [

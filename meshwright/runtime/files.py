@@ -172,8 +172,8 @@ class Speaker:
             self.last.wait(seconds)
 
     def close(self) -> None:
-        """Give the last words a while."""
-        if not self.last.wait(LAST_SECONDS):
+        """Give the last words a while, once."""
+        if not self.unheard and not self.last.wait(LAST_SECONDS):
             self.unheard = True
 
     def _serve(self) -> None:

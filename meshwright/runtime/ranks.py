@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from meshwright.runtime.failure import ASKS, Failure, FailureError
+from meshwright.runtime.files import Speaker
 from meshwright.runtime.place import Place, RankSpec, cores, local
 
 SET_PARENT_DEATH_SIGNAL, SET_NAME, SET_CHILD_SUBREAPER = 1, 15, 36  # of Linux's prctl
@@ -213,8 +214,8 @@ def _fork(serve: Callable[[RankSpec], int], order: RankSpec, launcher: int) -> i
         ctypes.CDLL(None).prctl(SET_NAME, f"rank{order.place.rank}".encode(), 0, 0, 0)  # for `ps` and `top`
         _redirect(order)
         code = serve(order)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):  # whose reader may stand still
+            Speaker(stream).say(stream.flush)
     finally:
         os._exit(code)  # what torch would do on the way out is not needed
 

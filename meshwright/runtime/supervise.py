@@ -20,7 +20,7 @@ import msgspec
 from meshwright.config.run import Run
 from meshwright.config.weights import CHECKPOINTS, present, step_name
 from meshwright.runtime import failure, heartbeat, run_folder
-from meshwright.runtime.failure import RESTARTABLE, Exit, Failure
+from meshwright.runtime.failure import ASKS, RESTARTABLE, Exit, Failure
 from meshwright.runtime.generations import Roster, machine_replicas, replica_ranks
 from meshwright.runtime.heartbeat import Hang, HangDetector, HeartbeatReader, RankStatus, crossed
 from meshwright.runtime.machines import MachineRoster, Machines
@@ -45,8 +45,8 @@ class StopRequest:
     interrupts: int = 0
 
     def listen(self) -> "StopRequest":
-        signal.signal(signal.SIGTERM, self._hear)
-        signal.signal(signal.SIGINT, self._hear)
+        for number in (*ASKS, signal.SIGINT):
+            signal.signal(number, self._hear)
         return self
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -166,8 +166,8 @@ class Watch:
             if all(one.beat.restored < 0 for one in self.seen.values()):
                 return self._stopped()  # no step was begun: there is nothing to save
             what = "all steps are done; ending eval.command" if self._is_done() else "saving a checkpoint"
+            self.ranks.signal(signal.SIGTERM)  # before anything is said, to a reader who may stand still
             self.supervisor.say(f"interrupted: {what}, within {grace:g} s")
-            self.ranks.signal(signal.SIGTERM)
         if asked.interrupts >= INTERRUPTED or time.monotonic() - self.stopping_since > grace:
             return self._stopped(saved=False)
         return None

@@ -38,7 +38,7 @@ from meshwright.parallel import compile, context, deterministic, fused_kernels
 from meshwright.parallel.mesh import Mesh
 from meshwright.runtime import failure, generations
 from meshwright.runtime.failure import Exit, Failure, FailureError, Kind, is_broken
-from meshwright.runtime.files import replace_file, replace_json
+from meshwright.runtime.files import Speaker, replace_file, replace_json
 from meshwright.runtime.heartbeat import PhaseMark, PhaseTable
 from meshwright.runtime.place import RankSpec
 from meshwright.runtime.records import AttemptRecord, EventRecord, Summary
@@ -391,6 +391,7 @@ def phase_table() -> PhaseTable:
             _mark("start", remote.fetch),
             _mark("start", PartReader.newest),
             _mark("end", remote.Mirror.finish),
+            _mark("end", Speaker.close),
             _mark("save", checkpoint),
         ),
         innermost=(

@@ -12,6 +12,7 @@ from meshwright.config import check, load
 from meshwright.config.run import Run
 from meshwright.runtime.failure import Exit
 from meshwright.runtime.files import require_folder
+from meshwright.runtime.ranks import end_with_parent
 from meshwright.runtime.records import AttemptRecord, Record, StepRecord, read_line
 from meshwright.spec.problem import InputError, mistake
 from meshwright.spec.units import plural
@@ -103,7 +104,9 @@ def _train(file: Path, folder: Path, injected: str, say: Say, fresh: bool) -> tu
     """The command a person would give; what an earlier rehearsal left in the folder is set aside, not judged."""
     command = [sys.executable, "-m", "meshwright", "train", str(file), "--folder", str(folder), "--json"]
     command += ["--inject", injected, *(["--fresh"] if fresh else [])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=SECONDS, check=False, preexec_fn=end_with_parent
+    )
     for line in done.stderr.splitlines():
         if line.startswith(REPORTED):
             say(f"  {line}")

@@ -256,6 +256,20 @@ def test_a_run_whose_folder_is_taken_away_says_so_and_leaves_none(text, taken_by
     assert left == ({"run.toml"} if taken_by == "removed and made again" else set())
 
 
+@pytest.mark.parametrize("at", ["meshwright.cli.main", "msgspec"])
+def test_ctrl_c_while_the_program_is_imported_is_a_sentence(text, tmp_path, at):
+    (tmp_path / "sitecustomize.py").write_text(TERMINATED.format(at=at).replace("SIGTERM", "SIGINT"))
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright", "models"],
+        env=environment(text) | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        preexec_fn=heed_interrupts,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.count("\n"), "interrupted" in done.stderr) == (130, 1, True), done.stderr
+
+
 TERMINATED = """
 import atexit, os, signal, sys
 def heard(event, found, at={at!r}):

@@ -34,7 +34,7 @@ def mpirun(tmp_path):
     return file
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 10), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 10), (signal.SIGUSR2, 10), (signal.SIGINT, 130)])
 def test_ranks_hear_at_once_that_they_are_to_end_and_their_code_is_passed_on(mpirun, number, code):
     started = subprocess.Popen([sys.executable, "-c", RUN, mpirun], stdout=subprocess.PIPE, text=True)
     assert started.stdout.readline() == "ranks\n"

@@ -1,3 +1,4 @@
+import signal
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from meshwright.config.run import Faults
 from meshwright.runtime import failure
 from meshwright.runtime import failure as words
 from meshwright.runtime import heartbeat as stacks
-from meshwright.runtime.failure import MEANING, Exit, Failure, table
+from meshwright.runtime.failure import ASKS, MEANING, Exit, Failure, table
 from meshwright.runtime.heartbeat import Beat, Hang, PhaseMark, PhaseTable, RankStatus, process
 from meshwright.runtime.ranks import Ranks
 from meshwright.runtime.supervise import StopRequest, Watch, newest_step, set_aside
@@ -33,6 +34,34 @@ Current thread 0x2 (most recent call first):
 Thread 0x3 (most recent call first):
   File "/x/other.py", line 1 in other
 """
+
+
+def test_the_launcher_of_ranks_takes_what_they_take_for_a_request_to_end():
+    """As `#SBATCH --signal=USR2@60` sends it, to the launcher alone."""
+    numbers = (*ASKS, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        for number in numbers:
+            asked = StopRequest().listen()
+            signal.raise_signal(number)
+            assert (asked.stop, asked.interrupts) == (True, int(number == signal.SIGINT))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_ranks_are_told_to_save_before_it_is_said(tmp_path):
+    """Whoever reads what is said may stand still."""
+    did = list[str]()
+    ranks: Any = SimpleNamespace(signal=lambda number: did.append(number.name))
+    launcher: Any = SimpleNamespace(
+        folder=tmp_path, asked=StopRequest(stop=True), run=SimpleNamespace(faults=Faults()), say=did.append
+    )
+    watch = Watch(ranks, ranks, launcher)
+    watch.seen = {0: RankStatus(rank=0, beat=Beat(pid=7, step=3, restored=0), now=1.0)}
+    assert watch._heed() is None
+    assert did[0] == "SIGTERM"
+    assert "saving a checkpoint" in did[1]
 
 
 def test_a_run_whose_steps_are_done_is_not_said_to_save(tmp_path):

@@ -6,7 +6,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -463,18 +463,24 @@ def _tell(summary: Summary | None, run: Run, options: argparse.Namespace) -> Non
         lines.append(f"  noise       gradient noise scale {summary.noise_scale:,.0f} tokens: {suggested}")
     if summary.sample:
         lines += ["  sample", *(f"    {line}" for line in printable(summary.sample).split("\n"))]
-    folder, setting = shlex.quote(summary.folder), shlex.join(["config", "show", *options.words])
     teller(sys.stdout, fits=True)("\n".join(lines))
-    lines = ["try next:"]  # commands, to be copied as they are
+    teller(sys.stdout)("\n".join(["try next:", *_next(summary, run, options)]))  # commands, to be copied as they are
+
+
+def _next(summary: Summary, run: Run, options: argparse.Namespace) -> Iterator[str]:
+    """What to do with a run that is done: commands, and beside them what they are for."""
+    folder, found = shlex.quote(summary.folder), {}
     if run.data.sources == Data().sources:
-        lines.append("  meshwright train data.source='my/*.txt'          your own text")
+        found["train data.source='my/*.txt'"] = "your own text"
     if summary.sample:
-        lines.append(f"  meshwright generate {folder} --prompt 'my text'    more of it")
+        found[f"generate {folder} --prompt 'my text'"] = "more of it"
     if is_exportable(run.arch):
         merge = " --merge" if run.adapter.kind != "none" else ""
-        lines.append(f"  meshwright convert {folder} my-model{merge}    a Hugging Face folder")
-    lines.append(f"  meshwright {setting:<37}  every setting and where it came from")
-    teller(sys.stdout)("\n".join(lines))
+        found[f"convert {folder} my-model{merge}"] = "a Hugging Face folder"
+    found[shlex.join(["config", "show", *options.words])] = "every setting and where it came from"
+    width = min(max(map(len, found)), 60)
+    for command, what in found.items():
+        yield f"  meshwright {command:<{width}}  {what}"
 
 
 def utilized(summary: Summary) -> str:

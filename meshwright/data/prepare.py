@@ -204,6 +204,11 @@ def with_epochs(run: Run, folder: Path, say: Say) -> Run:
     return msgspec.structs.replace(run, steps=steps)
 
 
+def _rounded(number: str, noun: str) -> str:
+    """A number that need not be whole, as it is shown, with its noun."""
+    return f"{number} {noun}" if number == "1" else f"{number} {noun}s"
+
+
 def described(run: Run, corpus: Corpus) -> Iterator[str]:
     """The data in a line for each source, and a warning where most of it is filler."""
     packings = [packing(tokens, run, corpus.end_token) for tokens in corpus.sources]
@@ -214,7 +219,8 @@ def described(run: Run, corpus: Corpus) -> Iterator[str]:
         filler = 1 - each.predicted / (each.count * run.sequence)
         epoch = (each.count - held) / (run.batch * share)  # steps
         samples = f"{plural(each.count, 'sample')} of {run.sequence} ({held:,} for validation, {filler:.0%} filler)"
-        epochs = f"{epoch:,.4g} steps per epoch ({plural(run.steps, 'step')}: {run.steps / epoch:.3g} epochs)"
+        passes = _rounded(f"{run.steps / epoch:.3g}", "epoch")
+        epochs = f"{_rounded(f'{epoch:,.4g}', 'step')} per epoch ({plural(run.steps, 'step')}: {passes})"
         yield f"data: {_files(one)}; {plural(each.tokens.total, 'token')}, {samples}; {epochs}"
         if report is not None and corpus.tokenizer is not None:
             yield from _described_chat(report, tokenize.load(corpus.tokenizer))

@@ -1,10 +1,10 @@
 """Attention's surroundings: rotary position embedding (RoPE) by a kernel of ours, masks and scores by FlexAttention.
 
-RoPE turns queries and keys in one launch, in either order of heads and positions. Document masking is causal attention
-within documents by a sparse block mask. A dense mask of s × s would be written, read and saved by every layer: 64 MiB
-for a sample of 8,192 tokens, 16 GiB for one of 131,072. Packed documents are contiguous, so their starts define the
-mask, and masked blocks are not computed. Sliding windows are further bounds of the same mask; softcapped scores and
-attention sinks are made by the same kernels.
+RoPE rotates queries and keys in one launch, in either order of heads and positions. Document masking is causal
+attention within documents by a sparse block mask. A dense mask of s × s would be written, read and saved by every
+layer: 64 MiB for a sample of 8,192 tokens, 16 GiB for one of 131,072. Packed documents are contiguous, so their starts
+define the mask, and masked blocks are not computed. Sliding windows are further bounds of the same mask; softcapped
+scores and attention sinks are made by the same kernels.
 """
 
 from functools import cache

@@ -116,10 +116,10 @@ def _job(cells: Cells) -> Job:
     if cells.argument("optimizer") == "muon":
         cells.note("Muon priced as AdamW")
     if "(pure)" in cells.text("precision") and plan.zero == 0:
-        narrow = msgspec.structs.replace(
+        pure = msgspec.structs.replace(
             stack.holds, states="buffers", weight_bytes=2.0, gradient_bytes=2.0, optimizer_bytes=4.0
         )  # weights, gradients and moments all in bf16, no master copy
-        job = msgspec.structs.replace(job, stack=msgspec.structs.replace(stack, holds=narrow))
+        job = msgspec.structs.replace(job, stack=msgspec.structs.replace(stack, holds=pure))
     return job
 
 

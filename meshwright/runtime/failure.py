@@ -146,11 +146,11 @@ def write(folder: Path, report: Failure) -> None:
         replace_file(folder / f"failure.rank{report.rank}.json", msgspec.json.encode(report))
 
 
-def write_somewhere(folders: Sequence[Path], verdict: Failure) -> None:
+def write_somewhere(folders: Sequence[Path], report: Failure) -> None:
     """The same in the first of some folders that takes it: the run's may lie on a disk that is full."""
     for folder in folders:
         with suppress(OSError):
-            write(folder, verdict)
+            write(folder, report)
             return
 
 

@@ -254,13 +254,13 @@ def is_gone(folder: Path) -> bool:
 
 
 def gone(folder: Path) -> Failure:
-    """How a run ends whose folder was taken away. Nobody is to start it again unasked: it would begin anew."""
+    """How a run ends whose folder was taken away. Nobody is to start it again unasked: it would start over."""
     return Failure(
         kind="error",
         code=Exit.FAILED,
         what=f"the run folder {folder} is gone: it was removed or renamed while the run was training",
         where=socket.gethostname(),
-        remedy="put it back under its name and run the same command again to resume; without it the run begins anew",
+        remedy="put it back under its name and run the same command again to resume; without it the run starts over",
     )
 
 

@@ -32,7 +32,7 @@ from meshwright.spec.params import frozen_bytes, trained
 from meshwright.spec.plan import Plan, balanced_stages
 from meshwright.spec.schedule import IN_SIGHT, Schedule, stage_ranks
 
-HOSTED = "weights too"  # a location of states, beside those of plan.optimizer_offload
+CPU_OFFLOAD = "weights too"  # a location of states, beside those of plan.optimizer_offload
 
 STATES = "states"  # weights, gradients and moments, as the closed form knows them
 
@@ -159,7 +159,7 @@ class MemoryBound:
         self.master_bytes, self.param_bytes = widths(question)
         self.frozen = still_bytes(question)
         self.locations = {location for location, _ in locations(question)}
-        self.states = {location: _widths(question, location) for location in (*self.locations, HOSTED)}
+        self.states = {location: _widths(question, location) for location in (*self.locations, CPU_OFFLOAD)}
         self.kept: dict[tuple[int, int, int, int, bool, Policy], tuple[float, float]] = {}
         self.works: dict[tuple[int, int, int, Policy], MicrobatchShape] = {}
         self.shortest: dict[tuple[int, PipelineChoice], int] = {}
@@ -171,7 +171,7 @@ class MemoryBound:
 
     def floor(self, layout: AxesChoice) -> float:
         """Bytes of a layout's most loaded rank at least, at the update: ranks that share evenly hold the least."""
-        locations = (HOSTED,) if layout.cpu_offload else self.locations
+        locations = (CPU_OFFLOAD,) if layout.cpu_offload else self.locations
         return min((self._floor(layout, location) for location in locations), default=0.0)
 
     def _floor(self, layout: AxesChoice, location: str) -> float:
@@ -298,7 +298,7 @@ class MemoryBound:
 
 def _location(layout: AxesChoice, policy: Policy) -> str:
     """Where states live under a layout and a policy."""
-    return HOSTED if layout.cpu_offload else policy.optimizer_offload
+    return CPU_OFFLOAD if layout.cpu_offload else policy.optimizer_offload
 
 
 def frugal_split(group: PlanGroup) -> AxesChoice:
@@ -384,7 +384,7 @@ def _widths(question: Question, location: str) -> _Widths:
     plan = Plan(microbatch=1, precision=question.precision, bf16_params=keeps_bf16_params(question))
     changes = (
         {"cpu_offload": True, "zero": 3, "bf16_params": False}
-        if location == HOSTED
+        if location == CPU_OFFLOAD
         else {"optimizer_offload": location}
     )
     plan = msgspec.structs.replace(plan, **changes)

@@ -1,4 +1,4 @@
-"""Silent data corruption in matmuls: each step, one linear layer's products are held against checksums of them.
+"""Silent data corruption in matmuls: each step, one linear layer's matmuls are held against checksums of them.
 
 Freivalds' check (1977) of C = A·B: with random signs r, C·r and A·(B·r) are the same but for rounding, and the second
 is far cheaper than the product. Here r has 32 signs and every 32 neighbouring columns a sum of their own, so that what

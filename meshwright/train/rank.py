@@ -46,6 +46,7 @@ from meshwright.runtime.run_folder import DATA, STOP, FolderGoneError, FolderWat
 from meshwright.spec import communication
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.units import plural
 from meshwright.train import build as building
 from meshwright.train import ending, loop, step, survivors
 from meshwright.train import world as meeting
@@ -359,7 +360,7 @@ def described(mesh: Mesh) -> str:
     name = (
         torch.cuda.get_device_name(mesh.device)
         if mesh.device.type == "cuda"
-        else f"CPU ({torch.get_num_threads()} threads)"
+        else f"CPU ({plural(torch.get_num_threads(), 'thread')})"
     )
     return f"{mesh.world} × {name}, {dist.get_backend()}"
 

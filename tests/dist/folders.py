@@ -7,7 +7,7 @@ from pathlib import Path
 from meshwright.config import load
 from meshwright.runtime.records import AttemptRecord, EndRecord, EvalRecord, Record, StepRecord, line
 
-CPU = "2 × CPU (1 threads), gloo"
+CPU = "2 × CPU (1 thread), gloo"
 H100 = "2 × NVIDIA H100 80GB HBM3, nccl"
 
 

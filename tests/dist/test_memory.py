@@ -587,5 +587,5 @@ def test_what_is_computed_anew_over_tp_is_not_kept(folder):
         work = microbatch_shape(job, fused_norm=False)
         said = saved_activations(work, (False,) * run.arch.layers, True, policy)
         differ = alive_after_forward(run, mesh, folder) - whole - said.activations - said.logits
-        # The last block's result lives on beside the wide copy that the norm after it keeps; and the vocabulary is odd.
+        # The last block's result lives on beside the fp32 copy that the norm after it keeps; and the vocabulary is odd.
         assert abs(differ - work.hidden_states) <= work.whole * work.accum_bytes / 2 + 64, (policy, mesh.rank, differ)

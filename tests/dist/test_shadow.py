@@ -1,4 +1,4 @@
-"""One rank with a narrow copy of its weights trains as one that casts them at every use."""
+"""One rank with a bf16 copy of its weights trains as one that casts them at every use."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-# A mixture with several microbatches is left out: a router's choice may fall the other way by one unit of rounding.
+# An MoE model with several microbatches is left out: a router's choice may fall the other way by one unit of rounding.
 @pytest.mark.parametrize(("arch", "accumulate"), [("tiny", 1), ("tiny", 2), ("tiny-moe", 1)])
 @world(1)
 def test_a_shadow_changes_no_number(folder, arch, accumulate):

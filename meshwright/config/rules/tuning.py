@@ -24,7 +24,7 @@ def _kind(run: Run) -> Iterator[Problem]:
                 yield Problem(what, "set adapter.kind = lora, or leave [adapter] out", f"adapter.{field.name}")
         return
     if run.init.optimizer_state:
-        what = "init.optimizer_state takes the states of all weights, and an adapter begins anew"
+        what = "init.optimizer_state takes the states of all weights, and an adapter starts without any"
         yield Problem(what, "leave it out", "init.optimizer_state")
     if not 0 <= adapter.dropout < 1:
         yield Problem(f"adapter.dropout = {adapter.dropout} is out of range", "use 0 to below 1", "adapter.dropout")

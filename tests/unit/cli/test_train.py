@@ -98,6 +98,8 @@ def test_convert_is_offered_where_it_would_not_refuse(bias, offered, capsys):
     told = capsys.readouterr().out
     assert ("meshwright convert runs/here" in told) is offered
     assert "  meshwright config show 'my run.toml'  " in told
+    offers = told.partition("try next:\n")[2].splitlines()
+    assert len({len(line) - len(line.rpartition("  ")[2]) for line in offers}) == 1, "in one column"
 
 
 def test_a_sample_cannot_steer_the_screen(capsys):

@@ -249,6 +249,8 @@ def test_one_line_says_what_is_read_and_what_is_left_out(text, cache, make_run):
     samples = (tokens - 1) // run.sequence
     assert f"{tokens:,} tokens, {samples} samples of {run.sequence} (1 for validation, 0% filler)" in line
     assert f"{(samples - 1) / run.batch:.4g} steps per epoch ({run.steps} steps: " in line
+    whole = msgspec.structs.replace(run, batch=samples - 1, steps=1)
+    assert line_of(whole, cache).endswith("; 1 step per epoch (1 step: 1 epoch)")
 
 
 def test_files_that_are_named_leave_nothing_out(text, cache, make_run):

@@ -65,6 +65,7 @@ def traced(*words: str, rank: int | None = None) -> TraceReport:
         (*MOE, "plan.shard=4", "plan.zero=3", "plan.ep=2"),
         (*MOE, "plan.tp=2"),
         (*MOE, "plan.tp=2", "adapter.kind=lora", "arch.router_score=sigmoid", "arch.router_load_bias=true"),
+        ("arch.preset=tiny-deepseek-v2", "arch.v_dim=20", "plan.tp=2", "adapter.kind=dora", "batch=2"),
         (*MOE, "plan.shard=2", "plan.zero=1", "arch.router_score=sigmoid", "arch.router_load_bias=true"),
         (*MOE, "plan.shard=4", "plan.zero=3", "plan.ep=2", "adapter.kind=qlora", "arch.expert_ffn=128"),
         ("plan.shard=2", "plan.zero=1", "plan.deterministic=true"),

@@ -194,6 +194,7 @@ def layer_model(job: Job, efficiency: Efficiency | None = None) -> LayerModel:
         microbatch=plan.microbatch,
         precision=plan.precision,
         fp8_scaling=plan.fp8_scaling,
+        kernels=plan.kernels,
         compile=policy.compiled,
     )
     return LayerModel(

@@ -54,7 +54,7 @@ from meshwright.spec.params import Param, Split, held_split, kv_part, layer_para
 from meshwright.spec.plan import FP8_MULTIPLE, Plan
 from meshwright.spec.quantized import FORMATS, is_quantized
 from meshwright.spec.schedule import IN_SIGHT, Schedule, actions
-from meshwright.spec.tuning import is_adapter, pair_slots
+from meshwright.spec.tuning import MAGNITUDE, companion, is_adapter, pair_slots
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "broadcast"]
 
@@ -217,8 +217,9 @@ def _norms_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
 def _magnitudes_over_tp(part: StageLayers, view: RankView) -> Iterator[Collective]:
     """Square norms of DoRA's rows, where tp cuts these: once for every forward, and never going back."""
     rows = Counter[tuple[bool, int]]()
+    cut = {companion(param.name, MAGNITUDE) for param in params(view.arch) if param.split is Split.ROW}
     for param in trained(view.arch) if view.plan.tp > 1 else ():
-        if param.init == "norms" and param.split is Split.NONE:
+        if param.init == "norms" and param.name in cut:  # what every rank holds whole has whole rows
             rows[view.arch.is_moe(param.layer), math.prod(local_shape(param, view))] += 1
     layers = Counter(view.arch.is_moe(layer) for layer in range(view.arch.layers))
     again = part.recomputed

@@ -101,8 +101,8 @@ def trained(arch: Arch) -> tuple[Param, ...]:
 
 @cache
 def layer_params(arch: Arch, moe: bool) -> tuple[Param, ...]:
-    """The parameters of the first layer that is an MoE layer, or that is none; nothing without one of that kind."""
-    layer = next((layer for layer in range(arch.layers) if arch.is_moe(layer) == moe), None)
+    """The parameters of the first block that is an MoE layer, or that is none; nothing without one of that kind."""
+    layer = next((layer for layer in range(arch.blocks) if arch.is_moe(layer) == moe), None)
     return tuple(param for param in params(arch) if param.layer == layer)
 
 

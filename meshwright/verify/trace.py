@@ -388,6 +388,7 @@ class _Step:
         loss, square, _ = self.measure(self.chunks, loss_sum, self.mesh, False)
         stats = clip.grad_stats(loss, square, self.scale.value, self.run.optim.grad_clip)
         self.optimizer.step(RATE, stats)
+        expert.update_load_bias(self.chunks, self.run.arch, self.mesh, stats.finite)
         self.scale.update(stats.finite)
 
     def states(self) -> dict[str, int]:

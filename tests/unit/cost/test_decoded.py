@@ -9,7 +9,7 @@ import torch
 
 from meshwright.config.presets import preset
 from meshwright.cost.job import Job
-from meshwright.cost.layer_time import decoded_elements
+from meshwright.cost.layer_time import block, decoded_elements, layer_model
 from meshwright.cost.memory import ledger
 from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
@@ -108,3 +108,15 @@ def test_a_weight_that_is_multiplied_as_it_is_held_takes_no_room_decoded():
     some = dora | {"targets": ("q_proj",)}
     made, _ = workspace(tuned(DENSE, some), "fp8")
     assert made == max(largest, DENSE.hidden * DENSE.q_width * 8)
+
+
+def test_plain_operators_take_longer_to_decode_than_the_kernel():
+    ours = stacks()["meshwright"]
+
+    def seconds(kernels: Any) -> float:
+        plan = Plan(microbatch=1, precision="bf16", kernels=kernels)
+        arch = tuned(DENSE, {"kind": "qlora"})
+        job = Job(arch=arch, plan=plan, sequence=SEQUENCE, cluster=cluster("1xh200"), stack=ours)
+        return block(layer_model(job), moe=False).forward.elementwise
+
+    assert seconds("plain") > seconds("auto")

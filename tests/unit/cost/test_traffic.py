@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 
 from meshwright.config.presets import preset
-from meshwright.cost.traffic import Collective, bytes_by_axis, merged, traffic
+from meshwright.cost.traffic import Collective, bytes_by_axis, fp8_scales, merged, traffic
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import count, params
 from meshwright.spec.plan import Plan, balanced_stages
@@ -269,3 +269,9 @@ def test_computing_anew_repeats_forwards_up_to_the_last_sum():
     assert counts["full"] == {"all_gather": 26 + 12, "reduce_scatter": 26 + 12 - 6}
     assert counts["every-4"] == {"all_gather": 26 + 12, "reduce_scatter": 26 + 12 - 2}
     assert counts["first-1"] == {"all_gather": 26 + 2, "reduce_scatter": 26 + 1}
+
+
+def test_experts_in_the_block_of_multi_token_prediction_alone_share_scales_like_any():
+    plan, every = Plan(microbatch=1, tp=2, precision="fp8"), preset("tiny-moe")
+    alone = msgspec.structs.replace(every, layers=1, dense_layers=1, mtp_layers=1)
+    assert fp8_scales(alone, plan, 64, True) == fp8_scales(every, plan, 64, True) != ()

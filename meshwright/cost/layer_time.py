@@ -8,7 +8,7 @@ Kernels and collectives are timed in cost/primitives.py; a stack's factors are i
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache
 from operator import add
 from typing import NamedTuple
@@ -390,11 +390,7 @@ def _ahead(at: LayerModel) -> PassTimes:
     joined = _matmul(1, at.between, hidden, 2 * hidden, at)
     moved = moved_seconds(EMBEDDING_PASSES * at.between * hidden * at.rates.width, at.rates)
     scattered = at.collective("reduce_scatter", "tp", at.tokens * hidden * at.rates.width)
-    scales = [
-        (at.collective("all_reduce", "tp", size), forward, backward)
-        for size, forward, backward in fp8_scales_ahead(at.arch, at.plan)
-    ]
-    ahead, back = sum(each * forward for each, forward, _ in scales), sum(each * times for each, _, times in scales)
+    ahead, back = _agreeing(at, fp8_scales_ahead(at.arch, at.plan))
     return _projection(at) + PassTimes(
         forward=TimeTerms(matmuls=joined, elementwise=moved, tp=scattered + ahead),
         input=TimeTerms(matmuls=joined, elementwise=moved, tp=scattered + back),
@@ -588,10 +584,12 @@ def _scales_over_tp(at: LayerModel, moe: bool) -> tuple[float, float]:
     """Ranks agree on the scales of FP8 matmuls before these, forward and backward: all of it is waited for."""
     if at.job.stack.name != OURS:
         return 0.0, 0.0
-    found = [
-        (at.collective("all_reduce", "tp", size), forward, backward)
-        for size, forward, backward in fp8_scales(at.arch, at.plan, round(at.tokens), moe)
-    ]
+    return _agreeing(at, fp8_scales(at.arch, at.plan, round(at.tokens), moe))
+
+
+def _agreeing(at: LayerModel, calls: Iterable[tuple[int, int, int]]) -> tuple[float, float]:
+    """Seconds of all-reduces over tp, forward and backward: of each the bytes, and how often in either."""
+    found = [(at.collective("all_reduce", "tp", size), forward, backward) for size, forward, backward in calls]
     return sum(each * forward for each, forward, _ in found), sum(each * backward for each, _, backward in found)
 
 

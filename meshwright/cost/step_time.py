@@ -291,7 +291,10 @@ def relay_seconds(forwards: Sequence[float], ranks: Sequence[int], microbatches:
 
 def least_pipeline(seconds: Sequence[float], forwards: Sequence[float], plan: Plan) -> float:
     """The busiest rank's work, and what must come before the first of it and after the last; from stages' seconds."""
-    starts = _starts(seconds, forwards, placement(plan), plan.schedule in DRAINED)
+    return _longest(_starts(seconds, forwards, placement(plan), plan.schedule in DRAINED), plan)
+
+
+def _longest(starts: tuple[tuple[float, float], ...], plan: Plan) -> float:
     return max([before + busy * plan.grad_accum for before, busy in starts])
 
 
@@ -380,15 +383,14 @@ def _done(job: Job) -> float:
 def _working(at: LayerModel, job: Job) -> float:
     plan, lengths = job.plan, stage_lengths(job.arch, job.plan)
     starts = _starts_of(at, lengths, placement(plan), plan.schedule in DRAINED, activation_policy(job))
-    least = max([before + busy * plan.grad_accum for before, busy in starts])
-    return least * (1 + slowest(plan.world, at.rates))
+    return _longest(starts, plan) * (1 + slowest(plan.world, at.rates))
 
 
 @lru_cache(maxsize=16384)
 def _starts_of(
     at: LayerModel, lengths: tuple[int, ...], ranks: tuple[int, ...], drained: bool, policy: ActivationPolicy
 ) -> tuple[tuple[float, float], ...]:
-    """The same for every number of microbatches."""
+    """What stages' seconds come to on each rank, found once for every number of microbatches."""
     kinds, places = kinds_of(at.arch, lengths)
     timed = [_seconds(at, kind, policy) for kind in kinds]
     seconds, forwards = [timed[place][0] for place in places], [timed[place][1] for place in places]

@@ -99,7 +99,7 @@ def measured(case: Case, folder: Path) -> dict[str, Any]:
     except RuntimeError as error:
         return {"error": str(error).strip()[-1000:]}
     found = json.loads((place / "measured.json").read_text())
-    return found | promised(case, found["device"])
+    return found | predicted(case, found["device"])
 
 
 def words_of(case: Case) -> list[str]:
@@ -107,7 +107,7 @@ def words_of(case: Case) -> list[str]:
     return [*MODELS[case.model].split(), f"batch={case.microbatch}", f"sequence={case.sequence}", *case.words.split()]
 
 
-def promised(case: Case, device: str) -> dict[str, float]:
+def predicted(case: Case, device: str) -> dict[str, float]:
     """What the planner says now."""
     preset, *words = words_of(case)
     words = [f"arch.preset={preset}", *words, "steps=1", *(f"plan.{word}" for word in case.plan.split(","))]
@@ -125,7 +125,7 @@ def report(rows: list[dict[str, Any]]) -> dict[str, float]:
     """The table, and its mean and worst error."""
     errors = []
     print(
-        "model    batch  plan                                                        GiB  promised  error      s  error"
+        "model    batch  plan                                                        GiB predicted  error      s  error"
     )
     for row in rows:
         case, found = Case(**row["case"]), row["found"]
@@ -157,7 +157,7 @@ def main() -> None:
     if options.again:
         for row in rows:
             if not row["found"].get("error"):
-                row["found"] |= promised(Case(**row["case"]), row["found"]["device"])
+                row["found"] |= predicted(Case(**row["case"]), row["found"]["device"])
     else:
         known = [Case(**row["case"]) for row in rows]
         for case in GRID:

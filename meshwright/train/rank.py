@@ -333,7 +333,7 @@ def _finish(
         step=state.step,
         first_loss=records[0].loss,
         loss=records[-1].loss,
-        held_out_loss=recorder.last_held.loss if recorder.last_held else None,
+        validation_loss=recorder.last_eval.loss if recorder.last_eval else None,
         tokens_per_second=sum(record.tokens for record in steady) / seconds,
         seconds_to_first_loss=goodput.first_loss_seconds(recorder.past),
         seconds=spent.wall,

@@ -47,7 +47,7 @@ def test_a_record_comes_back_as_it_was_packed():
     assert beats.unpack(beats.pack(beat)) == beat
 
 
-def test_a_held_out_loss_may_come_before_any_step(heartbeat):
+def test_a_validation_loss_may_come_before_any_step(heartbeat):
     heartbeat.begins(4)
     heartbeat.looked()  # the run had been saved after its last step, and lacked only its ending
     assert not heartbeat.step_ends_ns

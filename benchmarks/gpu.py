@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from meshwright.bench.sweep import predicted, runs
 from meshwright.cost.calibrate import PredictionSource
 from meshwright.hardware.profile import Profile
+from meshwright.spec.units import GIB
 
 LLAMA = [
     "arch.vocab=128256", "arch.layers=16", "arch.heads=32", "arch.kv_heads=8", "arch.context=8192",
@@ -167,10 +168,10 @@ def _line(case: Case, mine: dict[str, Any], theirs: dict[str, Any]) -> str:
     start = f"{case.shape:<14}{case.microbatch:>4} × {case.sequence}"
     if mine.get("error") or theirs.get("error"):
         return f"{start}  failed: {(mine.get('error') or theirs['error']).strip().splitlines()[-1][:300]}"
-    gib = mine["peak_allocated_bytes"] / 2**30
+    gib = mine["peak_allocated_bytes"] / GIB
     text = f"{start}{mine['step_seconds'] * 1e3:>10.1f}{gib:>7.1f}{mine['mfu'] or 0:>7.1%}"
     if theirs:
-        held = theirs["peak_allocated_bytes"] / 2**30
+        held = theirs["peak_allocated_bytes"] / GIB
         ratio = theirs["step_seconds"] / mine["step_seconds"]
         text += f"{theirs['step_seconds'] * 1e3:>10.1f}{held:>7.1f}{ratio:>9.3f}{gib / held:>10.3f}"
     return text

@@ -21,6 +21,7 @@ from meshwright.cost.step_time import price
 from meshwright.hardware.cluster import cluster_of_device
 from meshwright.hardware.stacks import stacks
 from meshwright.runtime.ranks import run_ranks
+from meshwright.spec.units import GIB
 
 STEPS = 2  # that count: a peak is reached in the first that updates
 RESULT = Path(__file__).parents[1] / "results" / "memory.json"
@@ -137,7 +138,7 @@ def report(rows: list[dict[str, Any]]) -> dict[str, float]:
         seconds = found["step_seconds"]  # none where other work was on the card
         time = f"{seconds:>7.3f}{found['predicted_seconds'] / seconds - 1:>+7.1%}" if seconds else ""
         errors.append(abs(error))
-        sizes = f"{found['peak_allocated_bytes'] / 2**30:7.2f}{found['predicted_bytes'] / 2**30:10.2f}"
+        sizes = f"{found['peak_allocated_bytes'] / GIB:7.2f}{found['predicted_bytes'] / GIB:10.2f}"
         print(f"{label:<72}{sizes}{error:>+7.1%}{time}")
     summary = {"rows": len(errors), "mape": statistics.mean(errors or [0.0]), "worst": max(errors or [0.0])}
     print(f"{summary['rows']} rows: mean error {summary['mape']:.1%}, worst {summary['worst']:.1%}")

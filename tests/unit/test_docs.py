@@ -318,6 +318,13 @@ def test_the_figures_of_a_gpu_are_the_records(name, monkeypatch):
     pages.agree(ROOT / "docs" / "measured.md", name, script(name).table(record))
 
 
+def test_the_readme_counts_the_plans_of_the_certificate():
+    certificates = json.loads((ROOT / "results" / "certificate.json").read_text())
+    passed = [verdict["passed"] for certificate in certificates for verdict in certificate["verdicts"]]
+    assert all(passed)
+    assert f"does this for {len(passed)} plans: [all equal]" in (ROOT / "README.md").read_text()
+
+
 def test_the_predictions_of_the_steps_on_a_gpu_are_todays_planners():
     gpu, records = script("gpu"), json.loads((ROOT / "results" / "gpu.json").read_text())
     for record in records:

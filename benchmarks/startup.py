@@ -6,6 +6,7 @@ The least of several runs, with bytecode cached as it is where the package is in
 only adds to it. Results: results/startup.json.
 """
 
+import argparse
 import json
 import os
 import resource
@@ -48,6 +49,7 @@ def measured(environment: dict[str, str]) -> dict[str, float]:
 
 def main() -> int:
     """Measure; exit 1 when one costs more than it may."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryDirectory() as cache:
         seconds = measured(plain | {"PYTHONPYCACHEPREFIX": cache})

@@ -8,6 +8,7 @@ can reach rank 0). Timed from when all are there: the slowest rank, the median a
 it, all of `meshwright doctor`, with its trial writes and the link of every pair. Results: results/doctor.json.
 """
 
+import argparse
 import json
 import os
 import socket
@@ -106,6 +107,7 @@ def free_port() -> int:
 
 def main() -> int:
     """Measure; exit 1 when the checks took longer than they may."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     found = {}
     for world in (2, 4):
         starts = [start(world) for _ in range(STARTS)]

@@ -25,6 +25,7 @@ from meshwright.config import load
 from meshwright.cost.calibrate import fitted_seconds
 from meshwright.cost.traffic import traffic
 from meshwright.hardware.profile import CollectiveFit, Profile, read_profile
+from meshwright.runtime.files import replace_file
 from meshwright.spec.params import count
 
 MODEL = (
@@ -266,16 +267,10 @@ def main() -> int:
     except KeyboardInterrupt:
         print("ethernet.py: stopped; the namespaces are gone", file=sys.stderr)
         return 130
-    _write(options.record, json.dumps(record, indent=1) + "\n")
+    replace_file(options.record, json.dumps(record, indent=1).encode() + b"\n")
     if options.page:
-        _write(options.page, shown(options.page.read_text(), record))
+        replace_file(options.page, shown(options.page.read_text(), record).encode())
     return 0
-
-
-def _write(file: Path, text: str) -> None:
-    temporary = file.with_name(f"{file.name}.tmp")
-    temporary.write_text(text)
-    temporary.replace(file)
 
 
 if __name__ == "__main__":

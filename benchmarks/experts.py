@@ -18,6 +18,7 @@ from torch import Tensor
 from meshwright.kernels.experts import combine_rows, dispatch_rows, grouped_matmul, grouped_matmul_fp8
 from meshwright.models.moe import MoELayer, grouped, mix_grouped
 from meshwright.spec.arch import Arch
+from meshwright.spec.units import GIB
 
 TOKENS = (4, 4096)
 WARM_UP, STEPS = 5, 20
@@ -166,7 +167,7 @@ def main() -> None:
                 print(f"{shape:<10}{name:<16} failed: {str(error).strip().splitlines()[0][:160]}", flush=True)
                 continue
             records.append({"shape": shape, "way": name, "milliseconds": took, "saved_bytes": held})
-            print(f"{shape:<10}{name:<16}{took:>8.3f} ms  saves {held / 2**30:.2f} GiB", flush=True)
+            print(f"{shape:<10}{name:<16}{took:>8.3f} ms  saves {held / GIB:.2f} GiB", flush=True)
             if options.profile:
                 print(profile(step))
     if options.out is not None:

@@ -3,6 +3,7 @@
 Every time is taken from the records of the runs themselves. The machine may be busy: what counts is the ratio.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -133,6 +134,7 @@ def measure() -> dict[str, object]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     found = measure()
     RESULT.write_text(json.dumps(found, indent=2) + "\n")
     print(json.dumps({key: found[key] for key in ("kill_seconds", "ratio", "hangs")}, indent=2))

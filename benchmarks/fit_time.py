@@ -19,6 +19,7 @@ from meshwright.cost.job import Job
 from meshwright.cost.step_time import price
 from meshwright.hardware.stacks import Efficiency, efficiencies, efficiency_of, stacks
 from meshwright.published.rows import job_of
+from meshwright.runtime.files import replace_file
 
 SPEC = Path(__file__).parents[1] / "meshwright" / "spec"
 LEAST_MFU = 10.0  # percent: below it the rows of ultrascale_playbook are sick nodes as often as not
@@ -205,9 +206,7 @@ def write(found: Mapping[str, float]) -> None:
             table, field = name.split(".")
             pattern = rf"(^\[{re.escape(table + suffix)}\](?:(?!\n\[).)*?\n{field} = )\S+"
             text = re.sub(pattern, rf"\g<1>{value:.4g}", text, count=1, flags=re.DOTALL | re.MULTILINE)
-        temporary = file.with_suffix(".new")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(file)
+        replace_file(file, text.encode())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Our step beside the peers' on one GPU, in one go: `python benchmarks/gpu.py [--peers] [--only NAME] --out FILE`.
 
 Every row is measured three times, ours in processes of their own, and states the worst: our slowest run beside the
-peer's fastest. With `--only` other rows of an existing record stay. `--promise` measures nothing: it gives an existing
-record the promises that the planner makes today, on any machine.
+peer's fastest. With `--only` other rows of an existing record stay. `--predict` measures nothing: it gives an existing
+record the predictions that the planner makes today, on any machine.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from meshwright.bench.sweep import predicted, runs
 from meshwright.cost.calibrate import PredictionSource
 from meshwright.hardware.profile import Profile
+from meshwright.spec.units import GIB
 
 LLAMA = [
     "arch.vocab=128256", "arch.layers=16", "arch.heads=32", "arch.kv_heads=8", "arch.context=8192",
@@ -114,24 +115,24 @@ def _peer(case: Case, name: str) -> dict[str, Any]:
     return json.loads(lines[-1]) if lines else {"error": done.stderr[-2000:]}
 
 
-def promise(record: dict[str, Any], profile: Profile | None = None) -> dict[str, Any]:
-    """What the planner promises today of a step that was measured, as `meshwright bench` does."""
+def prediction(record: dict[str, Any], profile: Profile | None = None) -> dict[str, Any]:
+    """What the planner predicts today of a step that was measured, as `meshwright bench` does."""
     case = Case(**record["case"])
-    return promised(words_of(case), case.plan, record["ours"], profile)
+    return prediction_of(words_of(case), case.plan, record["ours"], profile)
 
 
-def promised(words: list[str], plan: str, ours: dict[str, Any], profile: Profile | None = None) -> dict[str, Any]:
+def prediction_of(words: list[str], plan: str, ours: dict[str, Any], profile: Profile | None = None) -> dict[str, Any]:
     """The same of a model and overrides, as a user would write them."""
     target, *overrides = words
     [(_, run)] = runs(target, overrides, [(plan, plan)], 12, Path(), print)
     return predicted(run, ours, PredictionSource(given=profile, probed=lambda: None))
 
 
-def promise_again(file: Path) -> None:
-    """Give every row of a record today's promise."""
+def predict_again(file: Path) -> None:
+    """Give every row of a record today's prediction."""
     records = json.loads(file.read_text())
     for record in records:
-        record["ours"] |= promise(record)
+        record["ours"] |= prediction(record)
         mine, case = record["ours"], Case(**record["case"])
         error = mine["predicted_seconds"] / mine["step_seconds"] - 1
         print(f"{case.shape:<14}{case.microbatch:>4} × {case.sequence}  {case.plan}: predicted {error:+.1%}")
@@ -142,13 +143,13 @@ def main() -> None:
     """Measure, print a table, write the records."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--promise", action="store_true", help="measure nothing: make the promises of --out anew")
+    parser.add_argument("--predict", action="store_true", help="measure nothing: write the predictions of --out again")
     parser.add_argument("--only", default="")
     parser.add_argument("--out", type=Path, default=Path("results/gpu.json"))
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"))
     options = parser.parse_args()
-    if options.promise:
-        promise_again(options.out)
+    if options.predict:
+        predict_again(options.out)
         return
     # With a slash at the end, so that torchtitan-fp8/ is one row.
     chosen = [case for case in CASES if options.only in f"{case.shape}/{case.microbatch}/{case.peer}/"]
@@ -167,10 +168,10 @@ def _line(case: Case, mine: dict[str, Any], theirs: dict[str, Any]) -> str:
     start = f"{case.shape:<14}{case.microbatch:>4} × {case.sequence}"
     if mine.get("error") or theirs.get("error"):
         return f"{start}  failed: {(mine.get('error') or theirs['error']).strip().splitlines()[-1][:300]}"
-    gib = mine["peak_allocated_bytes"] / 2**30
+    gib = mine["peak_allocated_bytes"] / GIB
     text = f"{start}{mine['step_seconds'] * 1e3:>10.1f}{gib:>7.1f}{mine['mfu'] or 0:>7.1%}"
     if theirs:
-        held = theirs["peak_allocated_bytes"] / 2**30
+        held = theirs["peak_allocated_bytes"] / GIB
         ratio = theirs["step_seconds"] / mine["step_seconds"]
         text += f"{theirs['step_seconds'] * 1e3:>10.1f}{held:>7.1f}{ratio:>9.3f}{gib / held:>10.3f}"
     return text

@@ -9,6 +9,7 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one core means one
 
+import argparse
 import platform
 import statistics
 import sys
@@ -56,6 +57,7 @@ class Ordering(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     orderings = [ordering(count, sources) for sources in (1, 3) for count in COUNTS]

@@ -21,6 +21,7 @@ from meshwright.cost.step_time import price
 from meshwright.hardware.cluster import cluster_of_device
 from meshwright.hardware.stacks import stacks
 from meshwright.runtime.ranks import run_ranks
+from meshwright.spec.units import GIB
 
 STEPS = 2  # that count: a peak is reached in the first that updates
 RESULT = Path(__file__).parents[1] / "results" / "memory.json"
@@ -99,7 +100,7 @@ def measured(case: Case, folder: Path) -> dict[str, Any]:
     except RuntimeError as error:
         return {"error": str(error).strip()[-1000:]}
     found = json.loads((place / "measured.json").read_text())
-    return found | promised(case, found["device"])
+    return found | predicted(case, found["device"])
 
 
 def words_of(case: Case) -> list[str]:
@@ -107,7 +108,7 @@ def words_of(case: Case) -> list[str]:
     return [*MODELS[case.model].split(), f"batch={case.microbatch}", f"sequence={case.sequence}", *case.words.split()]
 
 
-def promised(case: Case, device: str) -> dict[str, float]:
+def predicted(case: Case, device: str) -> dict[str, float]:
     """What the planner says now."""
     preset, *words = words_of(case)
     words = [f"arch.preset={preset}", *words, "steps=1", *(f"plan.{word}" for word in case.plan.split(","))]
@@ -125,7 +126,7 @@ def report(rows: list[dict[str, Any]]) -> dict[str, float]:
     """The table, and its mean and worst error."""
     errors = []
     print(
-        "model    batch  plan                                                        GiB  promised  error      s  error"
+        "model    batch  plan                                                        GiB predicted  error      s  error"
     )
     for row in rows:
         case, found = Case(**row["case"]), row["found"]
@@ -137,7 +138,7 @@ def report(rows: list[dict[str, Any]]) -> dict[str, float]:
         seconds = found["step_seconds"]  # none where other work was on the card
         time = f"{seconds:>7.3f}{found['predicted_seconds'] / seconds - 1:>+7.1%}" if seconds else ""
         errors.append(abs(error))
-        sizes = f"{found['peak_allocated_bytes'] / 2**30:7.2f}{found['predicted_bytes'] / 2**30:10.2f}"
+        sizes = f"{found['peak_allocated_bytes'] / GIB:7.2f}{found['predicted_bytes'] / GIB:10.2f}"
         print(f"{label:<72}{sizes}{error:>+7.1%}{time}")
     summary = {"rows": len(errors), "mape": statistics.mean(errors or [0.0]), "worst": max(errors or [0.0])}
     print(f"{summary['rows']} rows: mean error {summary['mape']:.1%}, worst {summary['worst']:.1%}")
@@ -157,7 +158,7 @@ def main() -> None:
     if options.again:
         for row in rows:
             if not row["found"].get("error"):
-                row["found"] |= promised(Case(**row["case"]), row["found"]["device"])
+                row["found"] |= predicted(Case(**row["case"]), row["found"]["device"])
     else:
         known = [Case(**row["case"]) for row in rows]
         for case in GRID:

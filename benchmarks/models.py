@@ -2,7 +2,7 @@
 
     python benchmarks/models.py --peers                             # needs transformers, and peft for rows of adapters
     python benchmarks/models.py --peers --tiny --out /tmp/tiny.json # the rows in small, on any machine: no figures
-    python benchmarks/models.py --promise                           # measure nothing: make a record's promises anew
+    python benchmarks/models.py --predict                           # measure nothing: write predictions again
 
 Ours runs through `meshwright bench`, in processes of its own, `--runs` times (three), and the slowest counts. The peer
 is the model that transformers makes of the config.json that `convert` would write, its layers and its loss compiled
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from gpu import RUNS, benched, promised
+from gpu import RUNS, benched, prediction_of
 
 from meshwright.config.huggingface import config_of
 from meshwright.config.presets import preset
@@ -119,14 +119,14 @@ def sizes_of(row: Row) -> list[str]:
     return [f"batch={row.microbatch}", f"sequence={row.sequence}", *row.words.split()]
 
 
-def promise_again(file: Path) -> None:
-    """Give what is ours in a record today's promise."""
+def predict_again(file: Path) -> None:
+    """Give what is ours in a record today's prediction."""
     records = json.loads(file.read_text())
     for record in records:
         row = Row(**record["row"])
         for key, words in (("ours", words_of(row)), ("like", as_llama(arch_of(row)))):
             if record[key]:
-                record[key] |= promised([*words, *sizes_of(row)], row.plan, record[key])
+                record[key] |= prediction_of([*words, *sizes_of(row)], row.plan, record[key])
         print(line(row, record))
     file.write_text(json.dumps(records, indent=1) + "\n")
 
@@ -260,7 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--peer", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--promise", action="store_true", help="measure nothing: make the promises of --out anew")
+    parser.add_argument("--predict", action="store_true", help="measure nothing: write the predictions of --out again")
     parser.add_argument("--tiny", action="store_true", help="the rows in small: whether everything runs")
     parser.add_argument("--only", action="append", metavar="NAME", choices=[row.name for row in ROWS])
     parser.add_argument("--alone", action="store_true", help="no Llama of the same shapes beside it")
@@ -272,8 +272,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/models.json"))
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"))
     options = parser.parse_args()
-    if options.promise:
-        promise_again(options.out)
+    if options.predict:
+        predict_again(options.out)
         return
     if options.peer:
         print(json.dumps(measure_peer(Row(**json.loads(options.peer)), options.runs)))

@@ -34,6 +34,7 @@ from meshwright.optim.host_memory import free_host_bytes
 from meshwright.optim.interface import Optimizer
 from meshwright.optim.offload import OffloadedOptimizer
 from meshwright.parallel.mesh import Mesh
+from meshwright.runtime.files import replace_json
 from meshwright.runtime.place import Place, cores
 from meshwright.spec.params import count
 from meshwright.spec.problem import InputError
@@ -187,9 +188,7 @@ def main() -> None:
         answer["offloaded"] = tried(run, folder)
     print(json.dumps(answer, indent=2))
     if arguments.out is not None:
-        temporary = arguments.out.with_name(arguments.out.name + ".tmp")
-        temporary.write_text(json.dumps(answer, indent=2) + "\n")
-        temporary.replace(arguments.out)
+        replace_json(arguments.out, answer)
 
 
 if __name__ == "__main__":

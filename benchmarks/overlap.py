@@ -75,9 +75,9 @@ def build(run: Run, mesh: Mesh, ahead: bool) -> nn.Module:
 
 
 def _named(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*arguments: Any) -> Any:
+    def run(*args: Any) -> Any:
         with record_function(name):
-            return forward(*arguments)
+            return forward(*args)
 
     return run
 

@@ -6,6 +6,7 @@ The least of several runs, with bytecode cached as it is where the package is in
 only adds to it. Results: results/startup.json.
 """
 
+import argparse
 import json
 import os
 import resource
@@ -25,7 +26,7 @@ COMMANDS = {
     "meshwright models": ["-m", "meshwright", "models"],
     "import meshwright": ["-c", "import meshwright"],
 }
-PROMISED = ("meshwright --help", "meshwright train stepz=3", "meshwright config show stepz=3")
+HELD = ("meshwright --help", "meshwright train stepz=3", "meshwright config show stepz=3")
 
 
 def cpu_seconds(words: list[str], environment: dict[str, str]) -> float:
@@ -47,7 +48,8 @@ def measured(environment: dict[str, str]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure; exit 1 when a promise is not kept."""
+    """Measure; exit 1 when one costs more than it may."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryDirectory() as cache:
         seconds = measured(plain | {"PYTHONPYCACHEPREFIX": cache})
@@ -55,7 +57,7 @@ def main() -> int:
     file = Path(__file__).parents[1] / "results" / "startup.json"
     file.write_text(json.dumps(result, indent=2) + "\n")
     print(file.read_text(), end="")
-    return 0 if all(seconds[name] <= ALLOWED for name in PROMISED) else 1
+    return 0 if all(seconds[name] <= ALLOWED for name in HELD) else 1
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Each runs in a pytest of its own, whose start (torch, and the server that ranks 
 Unlike the clock, CPU seconds hardly depend on what else the machine does.
 """
 
+import argparse
 import ctypes
 import os
 import resource
@@ -35,7 +36,10 @@ def cpu_seconds(tests: str) -> tuple[float, int]:
 def main() -> None:
     ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
     folders = sorted(path for path in (TESTS / "unit").iterdir() if any(path.glob("test_*.py")))
-    for tests in sys.argv[1:] or [*map(str, sorted((TESTS / "dist").glob("test_*.py"))), *map(str, folders)]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tests", nargs="*", metavar="FILE")
+    every = [*map(str, sorted((TESTS / "dist").glob("test_*.py"))), *map(str, folders)]
+    for tests in parser.parse_args().tests or every:
         seconds, code = cpu_seconds(tests)
         print(f"{seconds:7.1f} s  {tests}{f'  exit code {code}' if code else ''}", flush=True)
 

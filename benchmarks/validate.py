@@ -18,6 +18,7 @@ from meshwright.cost.job import Job
 from meshwright.published import rows as price_table
 from meshwright.published.columns import number
 from meshwright.published.rows import Row, RowPrice, answered, job_of
+from meshwright.runtime.files import replace_file
 from meshwright.spec.problem import InputError
 from meshwright.spec.units import GIB
 
@@ -127,15 +128,9 @@ def main() -> None:
     text = page(found)
     print(text)
     if options.keep:
-        _put(RESULT, msgspec.json.format(msgspec.json.encode(found), indent=1).decode() + "\n")
+        replace_file(RESULT, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        _put(PAGE, f"{before}{BEGIN}\n\n{text}\n{END}{rest.partition(END)[2]}")
-
-
-def _put(file: Path, text: str) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
+        replace_file(PAGE, f"{before}{BEGIN}\n\n{text}\n{END}{rest.partition(END)[2]}".encode())
 
 
 def judged(runs: list[Run]) -> Accuracy:

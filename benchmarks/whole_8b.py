@@ -17,6 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from meshwright.spec.units import GIB
+
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "llama3-8b-1xh200.toml"
 WAYS = {"fp8": [], "bf16": ["plan.precision=bf16"]}
@@ -91,7 +93,7 @@ def main() -> None:
             records[way] = found = json.loads(done.stdout.splitlines()[-1])
             print(
                 f"{way}: {found['step_seconds'] * 1e3:.1f} ms, {found['tokens_per_second']:,.0f} tokens/s, "
-                f"{found['peak_allocated_bytes'] / 2**30:.1f} GiB, loss {found['losses'][0]:.3f} → "
+                f"{found['peak_allocated_bytes'] / GIB:.1f} GiB, loss {found['losses'][0]:.3f} → "
                 f"{statistics.mean(found['losses'][-20:]):.3f} (mean of the last 20)",
                 flush=True,
             )

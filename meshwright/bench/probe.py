@@ -21,7 +21,7 @@ from meshwright.bench.measure import seconds_of, synchronize
 from meshwright.config.run import Run
 from meshwright.cost.calibrate import fits
 from meshwright.cost.traffic import Kind
-from meshwright.hardware.profile import AttentionTime, CollectiveTime, ElementwiseTime, ProductTime, Profile
+from meshwright.hardware.profile import AttentionTime, CollectiveTime, ElementwiseTime, MatmulTime, Profile
 from meshwright.parallel.mesh import Mesh, all_gather, reduce_scatter
 from meshwright.runtime.files import replace_json
 from meshwright.runtime.place import Place
@@ -79,7 +79,7 @@ def write_profile(profile: Profile, path: Path) -> None:
 def probe(device: torch.device, say: Callable[[str], None], *, quick: bool = False) -> Profile:
     """Measure one device. `quick` takes few and small shapes, for a look or a CPU."""
     say("matmuls")
-    products = tuple(_matmuls(device, quick))
+    matmuls = tuple(_matmuls(device, quick))
     say("attention")
     attention = tuple(_attention(device, quick))
     say("memory traffic, launches and the host link")
@@ -92,7 +92,7 @@ def probe(device: torch.device, say: Callable[[str], None], *, quick: bool = Fal
     return Profile(
         device=torch.cuda.get_device_name(device) if cuda else "cpu",
         torch=str(torch.__version__),
-        products=products,
+        matmuls=matmuls,
         attention=attention,
         elementwise=elementwise,
         copy_bandwidth=copy.bytes / copy.seconds,
@@ -104,7 +104,7 @@ def probe(device: torch.device, say: Callable[[str], None], *, quick: bool = Fal
     )
 
 
-def _matmuls(device: torch.device, quick: bool) -> Iterator[ProductTime]:
+def _matmuls(device: torch.device, quick: bool) -> Iterator[MatmulTime]:
     """Rows × columns × depth as models have them: tokens of a microbatch, widths, and widths cut by tp."""
     cuda, few = device.type == "cuda", (64, 256, 1024)
     shapes = [*product(few, few, few)] if quick else [
@@ -117,18 +117,18 @@ def _matmuls(device: torch.device, quick: bool) -> Iterator[ProductTime]:
         for m, n, k in measured:
             a = torch.randn(m, k, device=device, dtype=TYPES[dtype])
             b = torch.randn(n, k, device=device, dtype=TYPES[dtype])
-            yield ProductTime(m=m, n=n, k=k, dtype=dtype, seconds=seconds_of(lambda a=a, b=b: a @ b.t(), device, quick))
+            yield MatmulTime(m=m, n=n, k=k, dtype=dtype, seconds=seconds_of(lambda a=a, b=b: a @ b.t(), device, quick))
             if not quick and m == 8192 and dtype == "bf16":
                 g = torch.randn(m, n, device=device, dtype=TYPES[dtype])
                 to_x = seconds_of(lambda g=g, b=b: g @ b, device)
-                yield ProductTime(m=m, n=n, k=k, dtype=dtype, seconds=to_x, kind="input")
+                yield MatmulTime(m=m, n=n, k=k, dtype=dtype, seconds=to_x, kind="input")
                 to_weight = seconds_of(lambda g=g, a=a: g.t() @ a, device)
-                yield ProductTime(m=m, n=n, k=k, dtype=dtype, seconds=to_weight, kind="weight")
+                yield MatmulTime(m=m, n=n, k=k, dtype=dtype, seconds=to_weight, kind="weight")
     if cuda and torch.cuda.get_device_capability(device) >= (8, 9) and not quick:
         yield from _fp8_matmuls(device)
 
 
-def _fp8_matmuls(device: torch.device) -> Iterator[ProductTime]:
+def _fp8_matmuls(device: torch.device) -> Iterator[MatmulTime]:
     one = torch.ones((), device=device)
     wide = ((8192, 14336, 4096), (8192, 4096, 14336), (16384, 8192, 8192))
     for m, n, k in ((2048, 4096, 4096), (8192, 4096, 4096), *wide):
@@ -138,7 +138,7 @@ def _fp8_matmuls(device: torch.device) -> Iterator[ProductTime]:
         def times(a: Tensor = a, b: Tensor = b) -> Tensor:
             return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
-        yield ProductTime(m=m, n=n, k=k, dtype="fp8", seconds=seconds_of(times, device))
+        yield MatmulTime(m=m, n=n, k=k, dtype="fp8", seconds=seconds_of(times, device))
 
 
 def _attention(device: torch.device, quick: bool) -> Iterator[AttentionTime]:

@@ -261,7 +261,7 @@ def probe(options: argparse.Namespace) -> int:
     say = words.say_to(options.json)
     if options.json:
         print(msgspec.json.format(msgspec.json.encode(profile)).decode())
-    best = max(profile.products, key=lambda each: each.m * each.n * each.k / each.seconds)
+    best = max(profile.matmuls, key=lambda each: each.m * each.n * each.k / each.seconds)
     rate = 2 * best.m * best.n * best.k / best.seconds / 1e12
     threads = f", {plural(profile.threads, 'thread')} per rank" if profile.threads else ""
     say(f"{profile.device}{threads}: matmul up to {rate:.3g} TFLOP/s ({best.m} × {best.n} × {best.k}, {best.dtype}),")

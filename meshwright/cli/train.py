@@ -445,7 +445,7 @@ def _tell(summary: Summary | None, run: Run, options: argparse.Namespace) -> Non
     if options.json:
         teller(sys.stdout)(msgspec.json.encode(summary).decode())
         return
-    validation = f", validation {summary.held_out_loss:.4f}" if summary.held_out_loss is not None else ""
+    validation = f", validation {summary.validation_loss:.4f}" if summary.validation_loss is not None else ""
     bad = [f"{name} {share:.1%}" for name, share in summary.badput.items() if share >= 0.0005]  # else it shows as 0.0 %
     attempts = f"; {summary.attempts} attempts" if summary.attempts > 1 else ""
     lines = [

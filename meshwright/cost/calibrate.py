@@ -13,7 +13,7 @@ import msgspec
 
 from meshwright.cost.primitives import GroupSpan, Rates, collective_seconds, flash_seconds, matmul_seconds, rates
 from meshwright.hardware.cluster import Cluster, Gpu, Link, catalogue, cluster_of_device, recognised
-from meshwright.hardware.profile import AttentionTime, CollectiveFit, CollectiveTime, ProductTime, Profile
+from meshwright.hardware.profile import AttentionTime, CollectiveFit, CollectiveTime, MatmulTime, Profile
 from meshwright.hardware.stacks import Efficiency, Stack, efficiency_of, stacks
 from meshwright.spec.plan import Precision
 from meshwright.spec.problem import mistake
@@ -76,13 +76,13 @@ def machine(profile: Profile, gpus: int, stack: Stack) -> Cluster:
 
     Its peaks are the fastest matmuls measured, so what is priced as a share of a peak is a share of those.
     """
-    if not (profile.products and profile.copy_bandwidth):
+    if not (profile.matmuls and profile.copy_bandwidth):
         remedy = "measure it with meshwright bench --probe"
         raise mistake("the profile has no matmuls or no copy", remedy, "profile")
 
     def fastest_matmul(dtype: str) -> float:
         """Operations a second; 0 where none was measured."""
-        return max((2 * e.m * e.n * e.k / e.seconds for e in profile.products if e.dtype == dtype), default=0.0)
+        return max((2 * e.m * e.n * e.k / e.seconds for e in profile.matmuls if e.dtype == dtype), default=0.0)
 
     gpu = Gpu(
         name=profile.device,
@@ -126,8 +126,8 @@ def calibrated(
     if profile.copy_bandwidth:
         found = msgspec.structs.replace(found, memory=min(profile.copy_bandwidth / gpu.bandwidth, LARGEST_SHARE))
     deciding = ("fp32",) if precision == "fp32" else ("bf16", "fp16")
-    found = _with_matmuls(found, gpu, [each for each in profile.products if each.dtype in deciding], precision)
-    found = _with_matmuls(found, gpu, [each for each in profile.products if each.dtype == "fp8"], "fp8")
+    found = _with_matmuls(found, gpu, [each for each in profile.matmuls if each.dtype in deciding], precision)
+    found = _with_matmuls(found, gpu, [each for each in profile.matmuls if each.dtype == "fp8"], "fp8")
     return _with_attention(found, gpu, [each for each in profile.attention if each.backend == backend], precision)
 
 
@@ -166,12 +166,12 @@ def trainer(device: str) -> Stack:
     return msgspec.structs.replace(stack, speed=speed)
 
 
-def matmul_errors(records: Sequence[ProductTime], at: Rates) -> list[float]:
+def matmul_errors(records: Sequence[MatmulTime], at: Rates) -> list[float]:
     """Predicted ÷ measured, as logarithms."""
     return [math.log(_matmul(each, at) / each.seconds) for each in records]
 
 
-def beyond_launch(records: Sequence[ProductTime]) -> list[ProductTime]:
+def beyond_launch(records: Sequence[MatmulTime]) -> list[MatmulTime]:
     """The matmuls whose time is the device's own."""
     quickest = min((each.seconds for each in records), default=0.0)
     return [each for each in records if each.seconds > STARTED * quickest]
@@ -202,14 +202,14 @@ def least(
     return found
 
 
-def _matmul(record: ProductTime, at: Rates) -> float:
+def _matmul(record: MatmulTime, at: Rates) -> float:
     """The gradient of an input sums over n, that of a weight over m."""
     m, n, k = record.m, record.n, record.k
     m, n, k = {"forward": (m, n, k), "input": (m, k, n), "weight": (n, k, m)}[record.kind]
     return matmul_seconds(m, n, k, at)
 
 
-def _with_matmuls(efficiency: Efficiency, gpu: Gpu, records: Sequence[ProductTime], precision: Precision) -> Efficiency:
+def _with_matmuls(efficiency: Efficiency, gpu: Gpu, records: Sequence[MatmulTime], precision: Precision) -> Efficiency:
     """Of matmuls the share of the peak and what tiles cost; of those in fp8 the share alone."""
     kept, in_fp8 = beyond_launch(records), precision == "fp8"
     if len(kept) < LEAST_RECORDS or (in_fp8 and not gpu.fp8):

@@ -440,11 +440,11 @@ def _why(name: Name, layout: StateLayout, location: Location, plan: Plan) -> str
         return "none: the parameter servers on the hosts have them"
     size = layout.state_width if name == "moments" else layout.of(name, location)
     dtype = {0: "", 2: plan.precision if plan.precision == "fp16" else "bf16", 4: "fp32", 8: "fp64"}[size]
-    is_elsewhere = layout.cpu_offload and location == "device"
+    is_offloaded = layout.cpu_offload and location == "device"
     files = {"host": "host memory", "disk": "files"}.get(layout.offloaded.location if layout.offloaded else "", "")
     if name == "master":
         return f"the 16 low bits of the fp32 master weights, {among}"
-    if name == "gradients" and is_elsewhere:
+    if name == "gradients" and is_offloaded:
         waits = f"{dtype}, {among}, until the last microbatch is reduced over replicas"
         return waits if size else "each block's are offloaded to host memory once reduced"
     if name == "gradients":
@@ -458,8 +458,8 @@ def _why(name: Name, layout: StateLayout, location: Location, plan: Plan) -> str
             if spec.is_elementwise or spec.quantized or plan.shards == 1
             else f"those of a rank's shards, over {plan.shards} ranks"
         )
-        return f"{spec.held} {kept}" if is_elsewhere or files else f"{spec.held}, {dtype}, {shares}"
-    if is_elsewhere:
+        return f"{spec.held} {kept}" if is_offloaded or files else f"{spec.held}, {dtype}, {shares}"
+    if is_offloaded:
         return "in host memory"
     if files:
         return f"{dtype}, {among}: the fp32 master weights are in {files}"

@@ -97,7 +97,7 @@ class WeightTraffic(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     contended_shard: float  # what arithmetic loses to the gathers and scatters beside it
     contended_copies: float
     again: float = 0.0  # of `gather`, the backward's where neighbours share the weights in between
-    update: float = 0.0  # of states that are elsewhere, behind which the next forward begins
+    update: float = 0.0  # of offloaded states, behind which the next forward begins
     outer: float = 0.0  # of a sync that comes once in so many steps, a step's share
 
     @property
@@ -391,9 +391,9 @@ def _exposed_shard(every: WeightTraffic, job: Job, behind: OverlapWindow) -> flo
 
 
 def offload_seconds(layout: StateLayout, elements: float, cluster: Cluster) -> float:
-    """An update of so many weights whose states are elsewhere: its slowest part, as all parts run at once."""
+    """An update of so many weights whose states are offloaded: its slowest part, as all parts run at once."""
     states, link, files = layout.offloaded, achieved(cluster.host), 0.0
-    assert states is not None, "asked only of states that are elsewhere"
+    assert states is not None, "asked only of offloaded states"
     if layout.update == "device":
         slowest = states.bytes / link  # both ways at once
     else:

@@ -10,7 +10,7 @@ from meshwright.spec.problem import mistake
 Pass = Literal["forward", "input", "weight"]  # of a matmul: x·W, the gradient of x, the gradient of W
 
 
-class ProductTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MatmulTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One matmul, (m, k) times (k, n)."""
 
     m: int
@@ -85,7 +85,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     device: str  # the name that the driver reports
     torch: str = ""
-    products: tuple[ProductTime, ...] = ()
+    matmuls: tuple[MatmulTime, ...] = msgspec.field(name="products", default=())  # as all files so far have it
     attention: tuple[AttentionTime, ...] = ()
     elementwise: tuple[ElementwiseTime, ...] = ()
     collectives: tuple[CollectiveTime, ...] = ()

@@ -1,7 +1,7 @@
 """LoRA (Hu 2021), DoRA (Liu 2024): linear layers with an adapter beside their frozen weight; see `spec/tuning.py`.
 
 So have stacks of routed experts, each expert an adapter of its own: rows sorted by expert are multiplied with all of
-them by grouped products, as with the stacks themselves.
+them by grouped matmuls, as with the stacks themselves.
 
 A weight that is held in few bits (QLoRA, Dettmers 2023) is decoded for its matmul and freed again, in the forward and
 in the backward; or, in FP8, multiplied as it is, where a plan has matmuls in FP8.

@@ -2,7 +2,7 @@
 
 A rule is one optimizer's arithmetic: by elements (`optim/adamw.py`, `optim/sgd.py`), or of whole tensors, of which a
 rank may have a part (`optim/adafactor.py`). A form is where weights and states are: beside each other, on the device or
-on the host (`optim/resident.py`), or the states elsewhere (`optim/offload.py`). Every form takes every rule by
+on the host (`optim/resident.py`), or with offloaded states (`optim/offload.py`). Every form takes every rule by
 elements; rules of whole tensors are for weights and states on the device. What both towers know of an optimizer is in
 `spec/optimizers.py`.
 """
@@ -193,10 +193,10 @@ class Optimizer(ABC):
 
     def settle(self) -> None:
         """Wait until no update is on its way."""
-        return None  # none ever is, unless states are elsewhere
+        return None  # none ever is, unless states are offloaded
 
     def stall_seconds(self) -> float:
-        """How long the device has waited for states that are elsewhere."""
+        """How long the device has waited for offloaded states."""
         return 0.0
 
     def close(self) -> None:

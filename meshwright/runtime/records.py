@@ -146,7 +146,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     first_loss: float
     loss: float
-    held_out_loss: float | None
+    validation_loss: float | None
     tokens_per_second: float
     seconds_to_first_loss: float
     seconds: float

@@ -31,6 +31,7 @@ from meshwright.spec.problem import InputError, Problem, mistake
 from meshwright.spec.units import plural
 
 LOCK, DATA, STOP = "lock", "data.json", "stop"  # the last: put there by people, to have the run save and end
+FORMER_LOSS = "held_out_loss"  # how a summary called its validation loss
 NAMED = re.compile(r"(?P<name>.+)-[0-9a-f]{8}")  # a folder that nobody named
 STUTTER_SECONDS = 1.0  # in which a shared filesystem finds again what it did not see for a moment
 ROOM = "free some space, name a --folder on another disk, lower checkpoint.keep_last, or set checkpoint.keep_best=false"
@@ -403,7 +404,8 @@ def read_summary(folder: Path) -> Summary | None:
     try:
         values = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
         lost = {name: math.nan for name in ("first_loss", "loss") if values.get(name, 0.0) is None}
-        return msgspec.convert(values | lost | {"folder": str(folder)}, Summary)
+        renamed = {"validation_loss": values[FORMER_LOSS]} if FORMER_LOSS in values else {}
+        return msgspec.convert(renamed | values | lost | {"folder": str(folder)}, Summary)
     except msgspec.DecodeError as error:
         remedy = "delete it to resume from the newest checkpoint, or add --fresh to set the run aside"
         raise mistake(f"{file} is damaged: {error}", remedy) from None

@@ -97,7 +97,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def may_offload_states(self) -> bool:
-        """Whether the states of what is trained may be elsewhere: several ranks share them out instead."""
+        """Whether the states of what is trained may be offloaded: several ranks share them out instead."""
         return self.cluster.gpus == 1 and not self.updates_whole and not self.arch.copies_reference
 
     @property

@@ -368,9 +368,9 @@ def _data_axes(question: Question, pp: int, cp: int, tp: int) -> Iterator[AxesCh
     for shard in _given(question, "shard", divisors(data)):
         if "replicate" in question.fixed and question.fixed["replicate"] * shard != data:
             continue
-        for zero, away in _sharings(question, pp, shard, cp):
+        for zero, cpu_offload in _sharings(question, pp, shard, cp):
             for kind in _kinds(question, cp, tp):
-                layout = AxesChoice(pp, data // shard, shard, zero, cp, kind, 1, tp, away)
+                layout = AxesChoice(pp, data // shard, shard, zero, cp, kind, 1, tp, cpu_offload)
                 if _carries(question, layout):
                     yield from (layout._replace(ep=ep) for ep in _expert_ranks(question, layout))
 

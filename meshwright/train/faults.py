@@ -189,11 +189,11 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
 class Stragglers:
     """Gathers the ranks' own working times now and then; several looks in a row must agree."""
 
-    def __init__(self, limit: float, mesh: Mesh, heart: Heartbeat) -> None:
+    def __init__(self, limit: float, mesh: Mesh, heartbeat: Heartbeat) -> None:
         self.limit = limit
         self.mesh = mesh
-        self.heart = heart
-        self.before = heart.spent()
+        self.heartbeat = heartbeat
+        self.before = heartbeat.spent()
         self.suspects: deque[int | None] = deque(maxlen=IN_A_ROW)
         self.named: int | None = None
 
@@ -201,7 +201,7 @@ class Stragglers:
         """All ranks must ask at the same steps."""
         if not self.limit or self.mesh.world == self.mesh.parts or step % EVERY:
             return None
-        spent = self.heart.spent()
+        spent = self.heartbeat.spent()
         mine = [[new - old for new, old in zip(*pair, strict=True)] for pair in zip(spent, self.before, strict=True)]
         row = torch.tensor([*mine[0], sum(map(sum, mine))], dtype=torch.float64, device=self.mesh.device)
         together = self.mesh.peers or world_group()  # of replicas that sync rarely, each looks for its own
@@ -402,13 +402,13 @@ def _shown(one: ReplicaEvidence) -> str:
 class FaultWatch:
     """Looks at each step once its numbers are on the host: on every rank at the same step, so that ranks may confer."""
 
-    def __init__(self, run: Run, state: State, mesh: Mesh, recorder: Recorder, heart: Heartbeat) -> None:
+    def __init__(self, run: Run, state: State, mesh: Mesh, recorder: Recorder, heartbeat: Heartbeat) -> None:
         self.run = run
         self.state = state
         self.mesh = mesh
         self.recorder = recorder
         self.spikes = Spikes(run.faults.spike)
-        self.stragglers = Stragglers(run.faults.straggler, mesh, heart)
+        self.stragglers = Stragglers(run.faults.straggler, mesh, heartbeat)
         self.replicas = Replicas(run.faults.compare_every, state, mesh)
         self.replica_check = ReplicaCheck(run, state, mesh, recorder.folder)
         self.matmuls = MatmulCheck(run, state, mesh, recorder.mesh.rank)

@@ -262,7 +262,7 @@ class Writer:
 def numbers(record: Curve) -> dict[str, float]:
     """What of a record is worth a curve."""
     if isinstance(record, EvalRecord):
-        return {"held_out_loss": record.loss}
+        return {"validation_loss": record.loss}
     values = {key: float(value) for key, value in msgspec.to_builtins(record).items() if isinstance(value, int | float)}
     for clock in ("step", "began", "ended", "at"):  # readings of the machine's clock, no quantities
         values.pop(clock)
@@ -328,7 +328,7 @@ class Recorder:
     pending: deque[Pending] = field(default_factory=deque)
     records: list[StepRecord] = field(default_factory=list)
     added: int = 0  # the newest step that was handed in
-    last_held: EvalRecord | None = None
+    last_eval: EvalRecord | None = None
     last_save_seconds: float = 0.0  # that the last save was waited for, behind the last step
     mirror: Mirror | None = None  # what copies saved steps elsewhere
 
@@ -349,7 +349,7 @@ class Recorder:
         self._write_arrived(all_of_them=True)
         loss = result.loss.item()  # once it is there, the device has passed the end
         began, ended = self.timeline.reached(result.began), self.timeline.reached(result.ended)
-        self.last_held = EvalRecord(
+        self.last_eval = EvalRecord(
             step=result.step,
             loss=loss,
             tokens=result.tokens,
@@ -358,8 +358,8 @@ class Recorder:
             ended=ended,
             at=time.monotonic(),
         )
-        self._keep(self.last_held)
-        self.screen.held(self.last_held)
+        self._keep(self.last_eval)
+        self.screen.held(self.last_eval)
 
     def wrote(self, step: int, prompts: tuple[str, ...], texts: tuple[str, ...], began: Moment, ended: Moment) -> None:
         """The model wrote after prompts."""
@@ -415,7 +415,7 @@ class Recorder:
         for record in missed:
             self._keep(record)
         self.records += [record for record in missed if isinstance(record, StepRecord)]
-        self.last_held = next((each for each in reversed(missed) if isinstance(each, EvalRecord)), self.last_held)
+        self.last_eval = next((each for each in reversed(missed) if isinstance(each, EvalRecord)), self.last_eval)
         self.added = max((record.step for record in self.records), default=self.added)
         self.timeline = DeviceTimeline(moment(self.mesh.device))
         return self.added

@@ -110,25 +110,25 @@ def serve(order: RankSpec, run: Run, machine: bool = False) -> int:
     home = FolderWatch(Path(order.folder))
     stop = Stop(home if looks else None).listen()
     code()  # as it is now: the ranks compare it when they meet
-    heart = Heartbeat(Path(order.beats), order.place.rank, phase_table())
+    heartbeat = Heartbeat(Path(order.beats), order.place.rank, phase_table())
     try:
         # mpirun and srun --pty give ranks a terminal of their own, and write what is drawn there into a log.
         is_log = order.place.launcher not in ("meshwright", "torchrun")
         view = screen(default_stream(machine), run.log.every, quiet=not order.speaks, plain=is_log)
-        summary = run_rank(run, order, view, heart, stop, start)
+        summary = run_rank(run, order, view, heartbeat, stop, start)
     except StoppedError:
-        heart.leave()
+        heartbeat.leave()
         return Exit.INTERRUPTED if stop.interrupts else Exit.PREEMPTED  # no step was begun: there is nothing to save
     except Exception as error:
         _say(error, order)
-        step = heart.step if heart.restored >= 0 else -1
-        odd = deviated(recorded(), heart.step_ends_ns)
-        last = failure_of(error, order, step, odd, begun=heart.steps_here > 0)
+        step = heartbeat.step if heartbeat.restored >= 0 else -1
+        odd = deviated(recorded(), heartbeat.step_ends_ns)
+        last = failure_of(error, order, step, odd, begun=heartbeat.steps_here > 0)
         if not home.is_taken():
             failure.write_somewhere((Path(order.folder), Path(order.beats)), last)
-        heart.leave()
+        heartbeat.leave()
         return last.code
-    heart.leave()
+    heartbeat.leave()
     if summary is None or stop.owes:
         return _stopped(order, stop)
     return Exit.DONE
@@ -157,19 +157,19 @@ def _say(error: Exception, order: RankSpec) -> None:
 
 
 def run_rank(
-    run: Run, order: RankSpec, screen: PlainLines, heart: Heartbeat, stop: Stop, start: StartTimeline
+    run: Run, order: RankSpec, screen: PlainLines, heartbeat: Heartbeat, stop: Stop, start: StartTimeline
 ) -> Summary | None:
     """Train to the last step, then leave a model, a sample and a summary; None when stopped before."""
     evaluator = Evaluator(run, Path(order.folder), order.place.rank)
     with evaluator.closing(stop):
-        return _run_rank(run, order, screen, heart, stop, start, evaluator)
+        return _run_rank(run, order, screen, heartbeat, stop, start, evaluator)
 
 
 def _run_rank(
     run: Run,
     order: RankSpec,
     screen: PlainLines,
-    heart: Heartbeat,
+    heartbeat: Heartbeat,
     stop: Stop,
     start: StartTimeline,
     evaluator: Evaluator,
@@ -208,7 +208,7 @@ def _run_rank(
                 if live is not None:
                     live.adopt = recorder.adopt
                     live.begin(state, corpus)
-                _train(state, mesh, recorder, order, heart, stop, start, evaluator)
+                _train(state, mesh, recorder, order, heartbeat, stop, start, evaluator)
                 screen.close()
                 if not state.stopped:
                     stop.require_folder()
@@ -253,18 +253,18 @@ def _train(
     mesh: Mesh,
     recorder: Recorder,
     order: RankSpec,
-    heart: Heartbeat,
+    heartbeat: Heartbeat,
     stop: Stop,
     start: StartTimeline,
     evaluator: Evaluator,
 ) -> None:
     run, live = recorder.run, state.live
-    faults = FaultWatch(run, state, mesh, recorder, heart)
+    faults = FaultWatch(run, state, mesh, recorder, heartbeat)
     for line in faults.matmuls.described():
         recorder.screen.say(line)
     inject(order.inject, run, state, recorder.mesh)
     state.note = recorder.saved
-    heart.begins(state.step)
+    heartbeat.begins(state.step)
     start.passed("prepare")  # kernels tried, trackers, watches
     if not order.start:  # else the others never stopped, and their records are this rank's too
         recorder.begin(
@@ -284,11 +284,11 @@ def _train(
             recorder.tell(event)
         for failed in recorder.mirror.take_events() if recorder.mirror is not None else ():
             recorder.tell(EventRecord(step=recorder.added, what="upload", text=failed.text, at=time.monotonic()))
-        heart.did(result.step) if isinstance(result, StepResult) else heart.looked()
+        heartbeat.did(result.step) if isinstance(result, StepResult) else heartbeat.looked()
         faults.look()
         if isinstance(result, StepResult):
             evaluator.after(result.step)
-        if run.plan.compile and isinstance(result, StepResult) and result.step == heart.restored + SETTLED:
+        if run.plan.compile and isinstance(result, StepResult) and result.step == heartbeat.restored + SETTLED:
             for line in compile.described():
                 recorder.screen.say(line)
         handled = time.monotonic()
@@ -333,7 +333,7 @@ def _finish(
         step=state.step,
         first_loss=records[0].loss,
         loss=records[-1].loss,
-        held_out_loss=recorder.last_held.loss if recorder.last_held else None,
+        validation_loss=recorder.last_eval.loss if recorder.last_eval else None,
         tokens_per_second=sum(record.tokens for record in steady) / seconds,
         seconds_to_first_loss=goodput.first_loss_seconds(recorder.past),
         seconds=spent.wall,

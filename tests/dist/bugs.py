@@ -26,8 +26,8 @@ def gradient_not_reduced(run: Run) -> None:
     """The sum over ranks that hold copies never happens."""
     reduce = dist.all_reduce
 
-    def skip(*arguments: Any, group: Any = None, **words: Any) -> Any:
-        return None if group is not None else reduce(*arguments, **words)
+    def skip(*args: Any, group: Any = None, **kwargs: Any) -> Any:
+        return None if group is not None else reduce(*args, **kwargs)
 
     dist.all_reduce = skip
 

@@ -37,8 +37,8 @@ class Replicated(nn.Module):
             for weight in bucket:
                 weight.register_post_accumulate_grad_hook(lambda _, number=number: self._ready(number))
 
-    def forward(self, *arguments: Any, **words: Any) -> Any:
-        return self.module(*arguments, **words)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
 
     def _ready(self, number: int) -> None:
         """One more gradient of a bucket is there; with the last one the bucket leaves, if those before it have."""

@@ -99,9 +99,9 @@ def test_a_plan_that_breaks_tells_its_own_words_and_the_others_go_on():
     assert whole.passed
 
 
-def refused(*arguments, **words) -> list[str]:
+def refused(*args, **kwargs) -> list[str]:
     with pytest.raises(InputError) as error:
-        parity(*arguments, **words)
+        parity(*args, **kwargs)
     return [str(problem) for problem in error.value.problems]
 
 

@@ -1,4 +1,4 @@
-"""`meshwright bench` as a user runs it: the probe, its promises, and ranks that somebody else has launched."""
+"""`meshwright bench` as a user runs it: the probe, its predictions, and ranks that somebody else has launched."""
 
 import json
 import socket
@@ -47,7 +47,7 @@ def test_one_rank_says_why_it_has_no_collectives(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_step_stands_beside_what_the_profile_promises(probed):
+def test_a_step_stands_beside_what_the_profile_predicts(probed):
     folder, _ = probed
     words = ("bench", *SMALL, "--plan", "replicate=1", "--plan", "shard=2,zero=3", "--profile", "p.json", "--json")
     done = meshwright(*words, folder=folder)

@@ -41,7 +41,7 @@ def held_losses(user) -> dict[int, float]:
 
 
 def test_it_is_the_runs_own_validation_loss(user):
-    own = json.loads((user / "run" / "summary.json").read_text())["held_out_loss"]
+    own = json.loads((user / "run" / "summary.json").read_text())["validation_loss"]
     found = answer(user, "eval", "run")
     assert found["loss"] == pytest.approx(own, rel=CLOSE)
     assert found["perplexity"] == pytest.approx(math.exp(own), rel=10 * CLOSE)

@@ -256,20 +256,20 @@ def watching(pipeline: bool) -> Iterator[Watch]:
     forward, backward = FSDPParamGroup.pre_forward, FSDPParamGroup.post_backward
     weigh = PipelineStage.backward_weight_one_chunk
 
-    def unshard(group: FSDPParamGroup, *arguments: Any, **words: Any) -> None:
-        gather(group, *arguments, **words)
+    def unshard(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> None:
+        gather(group, *args, **kwargs)
         watch.look(group)
 
     def wait_for_unshard(group: FSDPParamGroup) -> None:
         wait(group)
         watch.look(group)
 
-    def pre_forward(group: FSDPParamGroup, *arguments: Any) -> Any:
+    def pre_forward(group: FSDPParamGroup, *args: Any) -> Any:
         watch.look_at_gradients()
-        return forward(group, *arguments)
+        return forward(group, *args)
 
-    def backward_weight_one_chunk(stage: PipelineStage, *arguments: Any, **words: Any) -> None:
-        weigh(stage, *arguments, **words)
+    def backward_weight_one_chunk(stage: PipelineStage, *args: Any, **kwargs: Any) -> None:
+        weigh(stage, *args, **kwargs)
         watch.look_at_gradients()
 
     def post_backward(group: FSDPParamGroup, *unused: Any) -> None:

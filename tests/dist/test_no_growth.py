@@ -35,7 +35,7 @@ def one_rank(tmp_path):
 
 
 def test_a_look_at_other_threads_keeps_none_of_their_tensors(tmp_path, no_collector):
-    heart = Heartbeat(tmp_path, 0, phase_table())
+    heartbeat = Heartbeat(tmp_path, 0, phase_table())
     looked, there, seen = threading.Event(), threading.Event(), []
 
     def work():
@@ -47,12 +47,12 @@ def test_a_look_at_other_threads_keeps_none_of_their_tensors(tmp_path, no_collec
     thread = threading.Thread(target=work)
     thread.start()
     there.wait()
-    look = threading.Thread(target=heart._device_thread_waits)  # from a thread of its own, as the heart's is
+    look = threading.Thread(target=heartbeat._device_thread_waits)  # from a thread of its own, as a heartbeat does
     look.start()
     look.join()
     looked.set()
     thread.join()
-    heart.close()
+    heartbeat.close()
     assert seen[0]() is None
 
 
@@ -63,16 +63,16 @@ def test_steps_leave_no_tensors_behind(tmp_path, one_rank, no_collector, words):
     mesh = meshes.make(run.plan, torch.device("cpu"))
     state = build(run, make_corpus(run, tmp_path), mesh)
     recorder = Recorder(run, mesh, tmp_path, PlainLines(io.StringIO(), every=100))
-    heart = Heartbeat(tmp_path / "beats", 0, phase_table())
-    faults, bytes_at = FaultWatch(run, state, mesh, recorder, heart), {}
+    heartbeat = Heartbeat(tmp_path / "beats", 0, phase_table())
+    faults, bytes_at = FaultWatch(run, state, mesh, recorder, heartbeat), {}
     for result in train(run, state, mesh, tmp_path):
         recorder.add(result)
-        heart.did(result.step) if isinstance(result, StepResult) else heart.looked()
+        heartbeat.did(result.step) if isinstance(result, StepResult) else heartbeat.looked()
         faults.look()
-        heart.closed.wait(SECONDS)  # at least one look at every step
+        heartbeat.closed.wait(SECONDS)  # at least one look at every step
         if isinstance(result, StepResult):
             bytes_at[result.step] = live_bytes()
-    heart.close()
+    heartbeat.close()
     recorder.close()
     state.loader.close()
     assert bytes_at[23] <= bytes_at[11]  # both just before a save and a validation loss, with as many behind them

@@ -157,7 +157,7 @@ def test_a_failing_disk_is_told_by_the_next_step(folder, monkeypatch):
     )
     state = build(run, make_corpus(run, folder), alone())
 
-    def full(*arguments):
+    def full(*args):
         raise OSError(5, "the disk is gone")
 
     monkeypatch.setattr("os.pwritev", full)

@@ -23,21 +23,21 @@ class OneStep:
     def __init__(self, module):
         self.real = module.train
 
-    def __call__(self, *arguments):
-        results = self.real(*arguments)
+    def __call__(self, *args):
+        results = self.real(*args)
         yield next(results)
         raise torch.OutOfMemoryError(WORDS + " Of the allocated memory nothing is free." * 10)
 
 
-def measured(*arguments):
+def measured(*args):
     measure.train = OneStep(measure)
-    measure.measure(*arguments)
+    measure.measure(*args)
 
 
-def recorded(place, run, *arguments):
+def recorded(place, run, *args):
     if run.plan.world > 1:  # the reference has room
         evidence.train = OneStep(evidence)
-    evidence.record(place, run, *arguments)
+    evidence.record(place, run, *args)
 
 
 def test_a_benchmark_says_so_and_exits_with_3(tmp_path, monkeypatch, capsys):

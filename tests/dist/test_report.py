@@ -39,7 +39,7 @@ def test_the_numbers_are_those_of_the_runs_own_summary(user):
     assert found["wall_seconds"] == pytest.approx(summary["seconds"])
     assert found["losses"]["first"] == summary["first_loss"]
     assert found["losses"]["last"] == summary["loss"]
-    assert found["losses"]["validation"][-1]["loss"] == summary["held_out_loss"]
+    assert found["losses"]["validation"][-1]["loss"] == summary["validation_loss"]
     assert len(found["attempts"]) == summary["attempts"] == 2
     assert found["saves"]["newest"] == 10  # the last step is saved too
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1]

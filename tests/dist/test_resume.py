@@ -114,7 +114,7 @@ def test_a_loss_scale_and_its_streak_go_on_too(folder):
 
 
 @world(2)
-def test_gone_on_from_the_last_step_only_the_held_out_loss_is_made(folder):
+def test_gone_on_from_the_last_step_only_the_validation_loss_is_made(folder):
     words = ("checkpoint.every=3", "plan.replicate=2", "data.eval_fraction=0.1", "eval.batches=1")
     run, mesh, state = make_state(folder, *words)
     *_, last = train(run, state, mesh, folder / "run")

@@ -70,7 +70,7 @@ def test_killed_in_every_phase_no_bit_differs_and_no_step_is_lost(user, undistur
     words = ("plan.replicate=4", "plan.grad_accum=2", "plan.deterministic=true", "checkpoint.every=2")
     summary = train(user, "phases", *words, "faults.live=true", "--ranks", "4", "--inject", KILLS)
     assert model(user, "phases") == model(user, "undisturbed")
-    assert summary["held_out_loss"] == undisturbed["held_out_loss"]
+    assert summary["validation_loss"] == undisturbed["validation_loss"]
     for rank in range(4):
         assert losses(user, "phases", rank) == losses(user, "undisturbed")  # every step once, on every rank's record
         assert len(processes(user, "phases", rank)) == 2  # each was killed once, and by nobody else

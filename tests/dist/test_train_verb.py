@@ -40,7 +40,7 @@ def test_a_run_in_a_pipe_ends_with_one_object_and_leaves_its_folder(text):
         "step",
         "first_loss",
         "loss",
-        "held_out_loss",
+        "validation_loss",
         "tokens_per_second",
         "seconds_to_first_loss",
         "peak_bytes",
@@ -81,7 +81,7 @@ def test_a_run_that_lacks_only_its_ending_makes_it(text):
     (text / "ended" / "summary.json").unlink()
     again = meshwright(*words, folder=text)
     assert again.returncode == 0, again.stderr
-    assert json.loads(again.stdout)["held_out_loss"] == first["held_out_loss"]
+    assert json.loads(again.stdout)["validation_loss"] == first["validation_loss"]
 
 
 def test_a_run_of_which_nothing_is_held_out_ends_too(text):
@@ -89,7 +89,7 @@ def test_a_run_of_which_nothing_is_held_out_ends_too(text):
     done = meshwright(*small(text, *words), "--json", "--folder", "all", folder=text)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
-    assert summary["held_out_loss"] is None
+    assert summary["validation_loss"] is None
     assert summary["sample"]
 
 

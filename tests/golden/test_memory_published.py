@@ -9,8 +9,8 @@ from meshwright.hardware.cluster import cluster
 from meshwright.hardware.stacks import stacks
 from meshwright.spec.arch import Arch
 from meshwright.spec.plan import Plan
+from meshwright.spec.units import GIB
 
-GIB = 2**30
 GPT: dict[str, object] = {"norm": "layer", "positions": "learned", "mlp": "gelu", "bias": True}
 # Megatron-LM, tests/functional_tests/test_cases/gpt: gpt3_mcore_te_* and gpt3_7b_*_memory_speed.
 SMALL = {**GPT, "vocab": 50257, "layers": 12, "hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 2048}

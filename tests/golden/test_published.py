@@ -8,6 +8,7 @@ from meshwright.cost.flops import step_flops
 from meshwright.cost.textbook import megatron_flops
 from meshwright.published.rows import answered, job_of
 from meshwright.spec.params import count
+from meshwright.spec.units import GIB
 
 # Narayanan et al. 2021 (arXiv:2104.04473), table 1: billions of parameters, heads, hidden, layers, tp, pp, GPUs, batch,
 # TFLOP/s of a GPU with recomputation counted; microbatch and stages of a rank from the scripts published with it.
@@ -154,4 +155,4 @@ def test_runs_on_b200_of_dense_and_moe_models_are_near(entry):
     answer = answered(row)
     assert answer.price is not None, answer.refused
     assert answer.price.seconds == pytest.approx(entry[-2], rel=0.10)  # 9 of 10 of its 37 runs are within 9.1 %
-    assert answer.memory_bytes / 2**30 == pytest.approx(entry[-1], rel=0.06)  # and within 5.8 %
+    assert answer.memory_bytes / GIB == pytest.approx(entry[-1], rel=0.06)  # and within 5.8 %

@@ -46,12 +46,12 @@ def peak(run, folder, device, *, watched):
     results, here = train(run, state, mesh), (lambda result: None)
     if watched:
         recorder = Recorder(run, mesh, folder, PlainLines(io.StringIO(), every=100))
-        heart = Heartbeat(folder / "beats", 0, phase_table())
-        faults = FaultWatch(run, state, mesh, recorder, heart)
+        heartbeat = Heartbeat(folder / "beats", 0, phase_table())
+        faults = FaultWatch(run, state, mesh, recorder, heartbeat)
 
         def here(result):
             recorder.add(result)
-            heart.did(result.step) if isinstance(result, StepResult) else heart.looked()
+            heartbeat.did(result.step) if isinstance(result, StepResult) else heartbeat.looked()
             faults.look()
 
     for result in results:
@@ -60,7 +60,7 @@ def peak(run, folder, device, *, watched):
     most = torch.cuda.max_memory_allocated(device) - before
     if watched:
         recorder.close()
-        heart.close()
+        heartbeat.close()
     state.loader.close()
     state.optimizer.close()
     return most
@@ -70,7 +70,7 @@ def test_training_holds_what_a_benchmark_of_it_does_and_what_is_predicted(folder
     device = torch.device("cuda", 0)
     alone = peak(make_run(folder, *SHAPE, "steps=4"), folder, device, watched=False)
     gc.collect()
-    run = make_run(folder, *SHAPE, "steps=40")  # of which the heart looks into many
+    run = make_run(folder, *SHAPE, "steps=40")  # of which the heartbeat looks into many
     trained = peak(run, folder, device, watched=True)
     assert abs(trained / alone - 1) < WITHIN
     name = torch.cuda.get_device_name(device)

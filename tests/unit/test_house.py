@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,7 @@ EVERY_PLAN = {  # has these: degrees, stages, the batch and its precision
 OPTIONAL = tuple(field.name for field in FIELDS if field.name not in EVERY_PLAN)
 SMALL = 60  # lines: a module below that only one other imports is a fragment of the other
 COMPLEXITY = 10
+CALLED_ONCE = 0.5  # of private functions at most so many have one caller: a helper has two, or a reason to be named
 
 
 def name_of(file: Path) -> str:
@@ -91,6 +92,25 @@ def test_no_small_module_serves_one_other_alone():
         and len(importers[module]) <= 1
     ]
     assert not small
+
+
+def name_at(node: ast.AST) -> str:
+    """The name that a node reads, whatever it is read of."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def test_most_private_functions_are_more_than_a_name_for_what_one_other_does():
+    """Those that are values, as the rules of a table and what is called back, are not called by their name at all."""
+    private, once = 0, list[str]()
+    for file, tree in trees().items():
+        read = Counter(map(name_at, ast.walk(tree)))
+        called = Counter(name_at(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("_") and not node.name.startswith("__"):
+                private += 1
+                once += [f"{file}: {node.name}"] if read[node.name] == called[node.name] == 1 else []
+    assert private
+    assert len(once) <= CALLED_ONCE * private, f"{len(once)} of {private}, among them {once[:20]}"
 
 
 def test_functions_are_simple():

@@ -17,7 +17,7 @@ TEXT = "a line of text that a person wrote\n" * 300
 SMALL = ["arch.preset=tiny", "sequence=32", "batch=4", "steps=300", "data.source=my.txt"]
 H100 = "NVIDIA H100 80GB HBM3"
 SUMMARY = Summary(
-    step=300, first_loss=2.0, loss=1.0, held_out_loss=None, tokens_per_second=1.0, seconds_to_first_loss=1.0,
+    step=300, first_loss=2.0, loss=1.0, validation_loss=None, tokens_per_second=1.0, seconds_to_first_loss=1.0,
     seconds=2.0, peak_bytes=1, parameters=1, ranks=2, folder="done",
 )  # fmt: skip
 

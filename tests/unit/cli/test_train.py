@@ -21,8 +21,8 @@ from meshwright.spec.problem import InputError
 
 WORDS = ["data.source=my.txt", "steps=3"]
 SUMMARY = Summary(
-    step=3, first_loss=2.0, loss=1.0, held_out_loss=None, tokens_per_second=1.0, seconds_to_first_loss=1.0, seconds=2.0,
-    peak_bytes=1, parameters=1, ranks=1, folder="x",
+    step=3, first_loss=2.0, loss=1.0, validation_loss=None, tokens_per_second=1.0, seconds_to_first_loss=1.0,
+    seconds=2.0, peak_bytes=1, parameters=1, ranks=1, folder="x",
 )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def test_convert_is_offered_where_it_would_not_refuse(bias, offered, capsys):
     """A Llama with biases is a run like any other, and has no place in a Hugging Face folder."""
     run = load.load(None, ["arch.preset=tiny", f"arch.bias={bias}"]).run
     summary = Summary(
-        step=1, first_loss=2.0, loss=1.0, held_out_loss=None, tokens_per_second=1.0, seconds_to_first_loss=1.0,
+        step=1, first_loss=2.0, loss=1.0, validation_loss=None, tokens_per_second=1.0, seconds_to_first_loss=1.0,
         seconds=1.0, peak_bytes=1, parameters=1, ranks=1, folder="runs/here",
     )  # fmt: skip
     train._tell(summary, run, Namespace(json=False, words=["my run.toml"]))

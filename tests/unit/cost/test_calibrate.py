@@ -17,7 +17,7 @@ from meshwright.cost.job import Job
 from meshwright.cost.primitives import GroupSpan, collective_seconds, flash_seconds, matmul_seconds, rates
 from meshwright.cost.step_time import lower_bound, price
 from meshwright.hardware.cluster import cluster
-from meshwright.hardware.profile import AttentionTime, CollectiveTime, ProductTime, Profile, read_profile
+from meshwright.hardware.profile import AttentionTime, CollectiveTime, MatmulTime, Profile, read_profile
 from meshwright.hardware.stacks import efficiency_of, stacks
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
@@ -36,7 +36,7 @@ def profile_of(efficiency) -> Profile:
     """What a machine of these efficiencies would show."""
     at = rates(GPU, efficiency, "bf16")
     sizes = [(m, n, k) for m in (2048, 8192) for n in (1024, 4096, 14336) for k in (1024, 8192)]
-    products = [ProductTime(m=m, n=n, k=k, dtype="bf16", seconds=matmul_seconds(m, n, k, at)) for m, n, k in sizes]
+    matmuls = [MatmulTime(m=m, n=n, k=k, dtype="bf16", seconds=matmul_seconds(m, n, k, at)) for m, n, k in sizes]
     attention = []
     for sequence in (2048, 8192, 32768):
         forward, backward = flash_seconds(sequence, sequence, 32 * 128, at)
@@ -54,7 +54,7 @@ def profile_of(efficiency) -> Profile:
         )
     return Profile(
         device="a card",
-        products=tuple(products),
+        matmuls=tuple(matmuls),
         attention=tuple(attention),
         copy_bandwidth=GPU.bandwidth * efficiency.memory,
     )
@@ -66,7 +66,7 @@ def test_a_machines_own_efficiencies_are_found_from_its_times():
     # The search ends at steps of a fifth of a percent; wave and depth trade against each other, so times are compared.
     for name in ("product", "attention_forward", "attention_backward"):
         assert getattr(found, name) == pytest.approx(getattr(OTHER, name), rel=0.05)
-    records = profile_of(OTHER).products
+    records = profile_of(OTHER).matmuls
     assert max(map(abs, matmul_errors(records, rates(GPU, found, "bf16")))) < 0.05
 
 
@@ -77,7 +77,7 @@ def test_what_was_not_measured_stays():
 
 def test_times_of_the_host_say_nothing_of_the_device():
     records = [
-        ProductTime(m=m, n=512, k=512, dtype="bf16", seconds=s) for m, s in ((8, 3e-5), (64, 3.1e-5), (9999, 1e-3))
+        MatmulTime(m=m, n=512, k=512, dtype="bf16", seconds=s) for m, s in ((8, 3e-5), (64, 3.1e-5), (9999, 1e-3))
     ]
     assert [each.m for each in beyond_launch(records)] == [9999]
 
@@ -120,12 +120,12 @@ def test_a_plan_is_priced_by_the_collectives_of_its_profile():
 
 def test_products_of_a_cpu_are_judged_in_fp32():
     records = [
-        ProductTime(m=m, n=n, k=1024, dtype="fp32", seconds=2 * m * n * 1024 / (GPU.fp32 / 4))
+        MatmulTime(m=m, n=n, k=1024, dtype="fp32", seconds=2 * m * n * 1024 / (GPU.fp32 / 4))
         for m in (2048, 8192)
         for n in (1024, 4096, 14336)
     ]
-    profile = Profile(device="a card", products=tuple(records))
-    assert calibrated(USUAL, GPU, profile) == USUAL, "a GPU is judged by its narrow products"
+    profile = Profile(device="a card", matmuls=tuple(records))
+    assert calibrated(USUAL, GPU, profile) == USUAL, "a GPU is judged by its narrow matmuls"
     found = calibrated(USUAL, GPU, profile, precision="fp32")
     assert max(map(abs, matmul_errors(records, rates(GPU, found, "fp32")))) < 0.05
 
@@ -206,7 +206,7 @@ def test_a_profile_that_says_nothing_changes_nothing():
     assert found == NODE
     copied = Profile(device="NVIDIA H100 80GB HBM3", copy_bandwidth=GPU.bandwidth / 2)
     some = measured(NODE, copied, stacks()["meshwright"]).efficiency
-    assert some == msgspec.structs.replace(USUAL, memory=0.5), "a copy says nothing of products: the name stays"
+    assert some == msgspec.structs.replace(USUAL, memory=0.5), "a copy says nothing of matmuls: the name stays"
 
 
 def test_a_file_that_is_no_profile_is_refused(tmp_path):

@@ -6,7 +6,7 @@ from meshwright.cost.calibrate import machine
 from meshwright.cost.job import Job
 from meshwright.cost.primitives import GroupSpan, collective_seconds
 from meshwright.cost.step_time import price
-from meshwright.hardware.profile import AttentionTime, CollectiveTime, ProductTime, Profile
+from meshwright.hardware.profile import AttentionTime, CollectiveTime, MatmulTime, Profile
 from meshwright.hardware.stacks import stacks
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import InputError
@@ -15,8 +15,8 @@ OURS = stacks()["meshwright"]
 RATE, LAUNCH = 60e9, 2e-6
 
 
-def product(m: int, n: int, k: int) -> ProductTime:
-    return ProductTime(m=m, n=n, k=k, dtype="fp32", seconds=max(2 * m * n * k / RATE, LAUNCH))
+def product(m: int, n: int, k: int) -> MatmulTime:
+    return MatmulTime(m=m, n=n, k=k, dtype="fp32", seconds=max(2 * m * n * k / RATE, LAUNCH))
 
 
 def attention(sequence: int) -> AttentionTime:
@@ -29,7 +29,7 @@ def attention(sequence: int) -> AttentionTime:
 def profile(*collectives: CollectiveTime, ranks: int = 2) -> Profile:
     return Profile(
         device="cpu",
-        products=tuple(product(m, n, k) for m in (64, 256, 1024) for n in (64, 1024) for k in (64, 1024)),
+        matmuls=tuple(product(m, n, k) for m in (64, 256, 1024) for n in (64, 1024) for k in (64, 1024)),
         attention=tuple(map(attention, (64, 256, 1024))),
         collectives=collectives,
         copy_bandwidth=20e9,
@@ -65,8 +65,8 @@ def test_a_step_on_it_takes_at_least_its_operations():
 
 
 def test_a_slower_device_takes_longer_in_proportion():
-    slow = [msgspec.structs.replace(each, seconds=10 * each.seconds) for each in profile().products]
-    slower = msgspec.structs.replace(profile(), products=tuple(slow), copy_bandwidth=2e9)
+    slow = [msgspec.structs.replace(each, seconds=10 * each.seconds) for each in profile().matmuls]
+    slower = msgspec.structs.replace(profile(), matmuls=tuple(slow), copy_bandwidth=2e9)
     assert price(job(slower)).seconds > 4 * price(job(profile())).seconds
 
 

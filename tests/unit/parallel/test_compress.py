@@ -175,9 +175,9 @@ def plainly_kept() -> dict[int, Tensor]:
     for block in DECODER.blocks(model).values():
         inner = block.forward
 
-        def hooked(*arguments: Any, inner: Any = inner) -> Any:
+        def hooked(*args: Any, inner: Any = inner) -> Any:
             with saved_tensors_hooks(pack, lambda tensor: tensor):
-                return inner(*arguments)
+                return inner(*args)
 
         block.forward = hooked
     forward(model)

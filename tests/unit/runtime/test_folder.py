@@ -13,8 +13,8 @@ from meshwright.spec.problem import InputError
 RUN = load.load(None).run
 OTHER = load.load(None, ["seed=2", "optim.lr=0.5"]).run
 SUMMARY = Summary(
-    step=1, first_loss=2.0, loss=1.0, held_out_loss=None, tokens_per_second=1.0, seconds_to_first_loss=1.0, seconds=2.0,
-    peak_bytes=1, parameters=1, ranks=1, folder="x",
+    step=1, first_loss=2.0, loss=1.0, validation_loss=None, tokens_per_second=1.0, seconds_to_first_loss=1.0,
+    seconds=2.0, peak_bytes=1, parameters=1, ranks=1, folder="x",
 )  # fmt: skip
 
 

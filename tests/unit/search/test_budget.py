@@ -106,7 +106,7 @@ def test_when_nothing_fits_the_problem_says_the_least_and_what_would_help():
     assert f"{least / GIB:.2f} GiB" in problem.text
     assert "plan.microbatch=1 plan.grad_accum=4" in problem.remedy
     assert "plan.replicate=1 plan.shard=2 plan.zero=3" in problem.remedy
-    # What is promised holds.
+    # What is predicted holds.
     changed = msgspec.structs.replace(asked.plan, microbatch=1, grad_accum=4)
     assert budget.choose(msgspec.structs.replace(asked, plan=changed), least - 1).ledger.shown < least
 

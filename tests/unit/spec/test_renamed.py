@@ -165,7 +165,7 @@ def test_a_finished_run_is_recognised(tmp_path):
     claim = run_folder.Claim(folder, load.load(folder / "run.toml").run)
     claim.release()
     assert claim.finished is not None
-    assert (claim.finished.step, claim.finished.held_out_loss) == (6, 5.531707048416138)
+    assert (claim.finished.step, claim.finished.validation_loss) == (6, 5.531707048416138)
 
 
 def test_the_report_of_a_finished_run(capsys):

@@ -1,4 +1,4 @@
-"""A real heart beats here, beside a thread that does what ranks do."""
+"""A real heartbeat runs here, beside a thread that does what ranks do."""
 
 import threading
 import time
@@ -25,7 +25,7 @@ DISPATCH = Frame("/t/torch/distributed/tensor/_dispatch.py", 150, "dispatch")
 
 
 @pytest.fixture
-def heart(tmp_path):
+def heartbeat(tmp_path):
     beating = Heartbeat(tmp_path, 0, phase_table())
     yield beating
     beating.close()
@@ -47,24 +47,24 @@ def test_a_record_comes_back_as_it_was_packed():
     assert beats.unpack(beats.pack(beat)) == beat
 
 
-def test_a_held_out_loss_may_come_before_any_step(heart):
-    heart.begins(4)
-    heart.looked()  # the run had been saved after its last step, and lacked only its ending
-    assert not heart.step_ends_ns
+def test_a_validation_loss_may_come_before_any_step(heartbeat):
+    heartbeat.begins(4)
+    heartbeat.looked()  # the run had been saved after its last step, and lacked only its ending
+    assert not heartbeat.step_ends_ns
 
 
-def test_a_reader_sees_the_heart_beat_and_the_steps_go_by(heart, tmp_path):
+def test_a_reader_sees_the_heartbeat_and_the_steps_go_by(heartbeat, tmp_path):
     pulse = HeartbeatReader(tmp_path, [0, 1])
-    heart.begins(4)
-    heart.did(5)
+    heartbeat.begins(4)
+    heartbeat.did(5)
     (seen,) = pulse.look()  # rank 1 has not spoken
     assert (seen.beat.step, seen.beat.restored) == (5, 4)
-    until(lambda: pulse.look()[0].beat.tick > seen.beat.tick, "the heart does not beat")
-    until(lambda: not pulse.look()[0].silent, "a heart that beats is called silent")
+    until(lambda: pulse.look()[0].beat.tick > seen.beat.tick, "there is no heartbeat")
+    until(lambda: not pulse.look()[0].silent, "a running heartbeat is called silent")
     pulse.close()
 
 
-def test_standing_still_is_seen_and_so_is_moving_on(heart, tmp_path):
+def test_standing_still_is_seen_and_so_is_moving_on(heartbeat, tmp_path):
     pulse = HeartbeatReader(tmp_path, [0])
     time.sleep(0.5)  # the main thread stands on this line
     still = pulse.look()[0]
@@ -73,22 +73,22 @@ def test_standing_still_is_seen_and_so_is_moving_on(heart, tmp_path):
     pulse.close()
 
 
-def test_the_stack_is_written_by_a_signal(heart, tmp_path):
+def test_the_stack_is_written_by_a_signal(heartbeat, tmp_path):
     pulse = HeartbeatReader(tmp_path, [0])
     words = beats.capture(pulse, pulse.look())
     assert "capture" in [frame.name for frame in beats.frames(words[0])]
     pulse.close()
 
 
-def test_a_reader_learns_from_the_rank_what_its_frames_mean(heart, tmp_path):
+def test_a_reader_learns_from_the_rank_what_its_frames_mean(heartbeat, tmp_path):
     table = HeartbeatReader(tmp_path, [0]).phase_table(0)
     assert table == phase_table()
     assert beats.doing([ARRIVED, STEP, LOOP], table).waiting  # the ring's own wait, which torch's files do not show
 
 
-def test_time_at_work_is_kept_by_phase(heart):
-    until(lambda: sum(heart.spent()[0]) > 0.2, "no time was spent")
-    assert sum(heart.spent()[1]) == 0.0  # it has waited for nobody
+def test_time_at_work_is_kept_by_phase(heartbeat):
+    until(lambda: sum(heartbeat.spent()[0]) > 0.2, "no time was spent")
+    assert sum(heartbeat.spent()[1]) == 0.0  # it has waited for nobody
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_the_supervisor_can_ask_a_process_to_leave(tmp_path):
         threading.Event().wait(HANG)
         os._exit(0)
     pulse = HeartbeatReader(tmp_path, [0])
-    until(pulse.look, "the heart does not beat")
+    until(pulse.look, "there is no heartbeat")
     pulse.ask_to_leave()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 11
     pulse.close()

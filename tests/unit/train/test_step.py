@@ -102,7 +102,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_a_held_out_loss_has_no_more_logits_at_a_time_than_training(monkeypatch):
+def test_a_validation_loss_has_no_more_logits_at_a_time_than_training(monkeypatch):
     monkeypatch.setattr(spec, "LOGIT_BYTES", 1)
     monkeypatch.setattr(spec, "LOGIT_ROWS", 8)
     arch = msgspec.structs.replace(ARCH, vocab=4096)

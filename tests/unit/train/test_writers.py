@@ -50,7 +50,7 @@ def test_a_tracker_gets_every_record(started):
     assert said == []
     assert tracker.logged[0][0]["loss"] == 5.0
     assert tracker.logged[0][0]["tokens_per_second"] == 200.0
-    assert tracker.logged[1] == ({"held_out_loss": 4.0}, 3)
+    assert tracker.logged[1] == ({"validation_loss": 4.0}, 3)
 
 
 def test_a_broken_tracker_says_so_once_and_stops_nobody(started):

@@ -125,7 +125,7 @@ def test_what_is_traced_otherwise_is_said():
 
 
 def test_a_step_that_cannot_be_traced_is_told_and_does_not_pass(monkeypatch):
-    def impossible(*arguments):
+    def impossible(*args):
         raise RuntimeError("needs values\nand more")
 
     monkeypatch.setattr("meshwright.verify.trace.trace_step", impossible)

@@ -7,7 +7,7 @@ from meshwright.config.run import Goal
 from meshwright.cost.flops import step_flops
 from meshwright.cost.memory import worst
 from meshwright.cost.step_time import price
-from meshwright.hardware.profile import ProductTime, Profile
+from meshwright.hardware.profile import MatmulTime, Profile
 from meshwright.report.run_summary import FASTEST, SHEET, Given, Steps, device_of, machines, predict, utilized
 from meshwright.search.budget import job_of
 from meshwright.spec.problem import InputError
@@ -15,8 +15,8 @@ from meshwright.spec.problem import InputError
 NVIDIA = "NVIDIA H100 80GB HBM3"
 PROFILE = Profile(
     device="cpu",
-    products=tuple(
-        ProductTime(m=m, n=n, k=256, dtype="fp32", seconds=2 * m * n * 256 / 50e9)
+    matmuls=tuple(
+        MatmulTime(m=m, n=n, k=256, dtype="fp32", seconds=2 * m * n * 256 / 50e9)
         for m in (64, 256, 1024)
         for n in (64, 256, 1024)
     ),

@@ -8,13 +8,13 @@ from meshwright.bench import sweep
 from meshwright.bench.probe import write_profile
 from meshwright.bench.sweep import cached_probe, predicted
 from meshwright.cost.calibrate import PredictionSource
-from meshwright.hardware.profile import AttentionTime, CollectiveTime, ProductTime, Profile
+from meshwright.hardware.profile import AttentionTime, CollectiveTime, MatmulTime, Profile
 from meshwright.spec.problem import InputError
 
 CPU = Profile(
     device="cpu",
-    products=tuple(
-        ProductTime(m=m, n=n, k=256, dtype="fp32", seconds=2 * m * n * 256 / 50e9)
+    matmuls=tuple(
+        MatmulTime(m=m, n=n, k=256, dtype="fp32", seconds=2 * m * n * 256 / 50e9)
         for m in (64, 256, 1024)
         for n in (64, 256, 1024)
     ),
@@ -48,7 +48,7 @@ def nobody() -> Profile:
     raise AssertionError("nothing had to be measured")
 
 
-def test_a_device_that_nobody_knows_is_promised_by_its_probe():
+def test_a_device_that_nobody_knows_is_predicted_by_its_probe():
     here = PredictionSource(given=None, probed=lambda: CPU)
     found = predicted(run_of("replicate=2"), seen("cpu"), here)
     assert found["predicted_seconds"] > 0
@@ -58,7 +58,7 @@ def test_a_device_that_nobody_knows_is_promised_by_its_probe():
     assert found["mfu_of"] == "the fastest matmul measured"
 
 
-def test_nothing_is_promised_where_nothing_is_known():
+def test_nothing_is_predicted_where_nothing_is_known():
     found = predicted(run_of("replicate=2"), seen("cpu"), PredictionSource(given=None, probed=lambda: None))
     assert found["predicted_seconds"] is None
     assert found["mfu_of"] == ""

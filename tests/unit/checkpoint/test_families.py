@@ -178,6 +178,7 @@ ALSO_STATED = {
     "deepseek_v2": LATENT_ROUTED,
     "deepseek_v3": LATENT_ROUTED | {"num_experts_per_tok": 4},
     "glm4_moe": EXPERTS | {"n_routed_experts": 16},
+    "gpt_neox": {"hidden_size": 256},  # of whose heads a quarter is rotated
 }
 
 

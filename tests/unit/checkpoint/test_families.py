@@ -71,6 +71,9 @@ MODELS = {
     | GROUPS
     | {"q_lora_rank": 14, "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
     "glm4_moe": SIZES | ROUTED | {"use_qk_norm": True, "attention_bias": True},
+    "glm": SIZES | {"pad_token_id": None},
+    "glm4": SIZES | {"pad_token_id": None, "partial_rotary_factor": 0.34},
+    "olmoe": PLAIN | {"num_experts": 5, "num_experts_per_tok": 2, "pad_token_id": None},
     "gpt_neox": PLAIN | {"rotary_pct": 0.5},
     "cohere": PLAIN | {"logit_scale": 0.25, "pad_token_id": None},
     "cohere plus": PLAIN | {"use_qk_norm": True, "pad_token_id": None},

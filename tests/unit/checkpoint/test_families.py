@@ -15,7 +15,9 @@ from meshwright.checkpoint.model_folder import open_folder
 from meshwright.config.families import FAMILIES
 from meshwright.config.huggingface import arch_of
 from meshwright.models.decoder import Decoder
+from meshwright.models.generate import Sampling
 from meshwright.spec.params import buffers
+from meshwright.train.sample import load_decoder, written
 
 TOKENS = 24
 SIZES = {
@@ -169,6 +171,21 @@ def test_a_folder_goes_there_and_back_bit_for_bit(stock, tmp_path):
     first, last = open_folder(path), open_folder(tmp_path / "back")
     assert first.arch == last.arch
     assert all(torch.equal(first.tensor(name), last.tensor(name)) for name in first.shapes)
+
+
+def test_greedy_text_is_that_of_transformers(stock):
+    path, model = stock
+    arch = open_folder(path).arch
+    if arch.rope_scaling == "longrope":
+        pytest.skip("transformers takes other factors as a text grows beyond the original context")
+    decoder = load_decoder(open_folder(path), torch.device("cpu"), None)
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [5]]
+    options = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
+    *_, texts = written(decoder, prompts, 16, Sampling(), frozenset())
+    for prompt, text in zip(prompts, texts, strict=True):
+        tokens = torch.tensor([prompt])
+        wanted = copy.deepcopy(model).generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+        assert text == wanted[0, len(prompt) :].tolist()
 
 
 # What every file states: enough layers for each pattern, and a context beyond each window.

@@ -25,6 +25,7 @@ FAMILIES = (
     *("tiny-qwen2", "tiny-qwen3", "tiny-qwen3-moe", "tiny-gemma2", "tiny-gemma3", "tiny-olmo2", "tiny-phi3"),
     *("tiny-gpt-oss", "tiny-deepseek-v3", "tiny-glm4-moe", "tiny-neox", "tiny-mistral", "tiny-cohere", "tiny-granite"),
     *("tiny-smollm3", "tiny-deepseek-v2", "tiny-gemma", "tiny-starcoder2", "tiny-olmo3"),
+    *("tiny-glm4", "tiny-olmoe"),
 )
 # At the rate of the others OLMo-2's norms of outputs multiply rounding a thousandfold in three steps.
 MASKED = ("data.pack=stream", "data.mask_documents=true", "optim.lr=1e-3")

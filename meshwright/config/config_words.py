@@ -368,6 +368,9 @@ class Rope(NamedTuple):
             fields["rope_share"] = rope.number(PARTIAL, high=1.0) if self.share else 1.0
             if not self.share:
                 rope.refuse(PARTIAL, share, "1.0")
+            # Of an odd number transformers rotates one more, by the frequencies of the odd number.
+            elif int(found["head_dim"] * fields["rope_share"]) % 2:
+                rope.refuse(PARTIAL, share, f"a share of which head_dim = {found['head_dim']} has an even number")
         if kind == "longrope":
             fields |= _long(rope, keys)
         elif kind != "none":
@@ -392,7 +395,8 @@ class Rope(NamedTuple):
         unscaled = {"rope_type": "default"} if self.aloud else None
         config = {self.theta: arch.rope_theta, "rope_scaling": unscaled if arch.rope_scaling == "none" else scaling}
         if self.share:  # always: families differ in what they assume
-            config[self.share] = arch.rope_share
+            is_even = int(arch.head_dim * arch.rope_share) == arch.rotated
+            config[self.share] = arch.rope_share if is_even else arch.rotated / arch.head_dim
         if "longrope" in self.kinds:
             is_long = arch.rope_scaling == "longrope"
             config["original_max_position_embeddings"] = arch.rope_original if is_long else arch.context

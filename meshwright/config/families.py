@@ -55,6 +55,7 @@ SIZES: tuple[Word, ...] = (
 EPS = Number("rms_norm_eps", "norm_eps")
 SWIGLU = Choice("hidden_act", "mlp", SILU)
 ATTENTION_BIAS = Flag("attention_bias", "attention_bias", ALL)
+QKV_BIAS = Flag("attention_bias", "attention_bias", ("none", "qkv"))
 BIASES: tuple[Word, ...] = (ATTENTION_BIAS, Flag("mlp_bias", "mlp_bias"))
 WINDOWS = Windows(listed=False)
 BALANCE = Number("router_aux_loss_coef", "balance_loss", low=0.0)
@@ -151,10 +152,13 @@ NEOX = {
     "mlp.up": "mlp.dense_h_to_4h",
     "mlp.down": "mlp.dense_4h_to_h",
 }
-PHI3 = LLAMA | {
-    **dict.fromkeys(("attn.q", "attn.k", "attn.v"), "self_attn.qkv_proj"),
-    **dict.fromkeys(("mlp.gate", "mlp.up"), "mlp.gate_up_proj"),
+GLM = LLAMA | dict.fromkeys(("mlp.gate", "mlp.up"), "mlp.gate_up_proj")
+GLM4 = GLM | {
+    "attn_output_norm": "post_self_attn_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp_output_norm": "post_mlp_layernorm",
 }
+PHI3 = GLM | dict.fromkeys(("attn.q", "attn.k", "attn.v"), "self_attn.qkv_proj")
 GPT_OSS = LLAMA | {
     "mlp.router": "mlp.router",
     **dict.fromkeys(("mlp.experts.gate", "mlp.experts.up"), "mlp.experts.gate_up_proj"),
@@ -205,6 +209,11 @@ GEMMA: tuple[Word, ...] = (
 )  # fmt: skip
 GEMMA_SAYS = {"norm_offset": True}
 GEMMA_ABSENT = LATE | {"tie_word_embeddings": True, "attention_bias": False, "head_dim": 256}
+GLM_WORDS: tuple[Word, ...] = (*SIZES, EPS, SWIGLU, Rope(share=PARTIAL), QKV_BIAS)
+GLM_ABSENT = LATE | {
+    "rms_norm_eps": 1.5625e-7, "num_key_value_heads": 2, "head_dim": 128, "hidden_act": "silu",
+    "attention_bias": True, "partial_rotary_factor": 0.5,
+}  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -388,8 +397,7 @@ FAMILIES: dict[str, Family] = {
         model="Glm4MoeForCausalLM",
         words=(
             *SIZES, EPS, SWIGLU, Rope(share=PARTIAL), *ROUTED, *GROUPS,
-            Flag("attention_bias", "attention_bias", ("none", "qkv")),
-            Flag("use_qk_norm", "qk_norm", ("none", "head")), Flag("norm_topk_prob", "router_renormalise"),
+            QKV_BIAS, Flag("use_qk_norm", "qk_norm", ("none", "head")), Flag("norm_topk_prob", "router_renormalise"),
             AHEAD,
         ),
         says={"router_score": "sigmoid", "router_load_bias": True},
@@ -459,6 +467,26 @@ FAMILIES: dict[str, Family] = {
             "use_bias": True, "tie_word_embeddings": True,
         },
         names=LLAMA | {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},
+    ),
+    "glm": Family(
+        model="GlmForCausalLM", words=GLM_WORDS, says={"rope_interleaved": True}, absent=GLM_ABSENT, names=GLM,
+    ),
+    "glm4": Family(
+        model="Glm4ForCausalLM", words=GLM_WORDS, says={"rope_interleaved": True, "norm_position": "both"},
+        absent=GLM_ABSENT, names=GLM4,
+    ),
+    "olmoe": Family(
+        model="OlmoeForCausalLM",
+        words=(
+            *SIZES, EPS, SWIGLU, Rope(), ATTENTION_BIAS, Count("num_experts", "experts", high=LAYER_LIMIT), TOP_K,
+            Same("expert_ffn", "ffn"), Flag("norm_topk_prob", "router_renormalise"), BALANCE, Plain("clip_qkv", None),
+        ),
+        says={"qk_norm": "full"},
+        absent=LATE | PLAIN_SCALE | {
+            "rms_norm_eps": 1e-5, "num_key_value_heads": None, "num_experts": 64, "num_experts_per_tok": 8,
+            "norm_topk_prob": False, "router_aux_loss_coef": 0.01,
+        },
+        spelled={"num_local_experts": "num_experts"},
     ),
 }  # fmt: skip
 FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]  # as Kimi's own files call it

@@ -198,7 +198,7 @@ def family_of(config: dict[str, Any]) -> tuple[str, Family]:
     if kind == "gemma3":
         return kind, FAMILIES["gemma3_text"]
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise InputError([unsupported("model_type", kind, ", ".join(FAMILIES))])
+        raise InputError([unsupported("model_type", kind, ", ".join((*FAMILIES, "gemma3")))])
     return kind, FAMILIES[kind]
 
 

@@ -24,6 +24,7 @@ from meshwright.models.layers import token_loss_sum
 from meshwright.parallel import compile
 from meshwright.parallel.mesh import Mesh, whole_of
 from meshwright.parallel.pipeline import placement, relay
+from meshwright.spec.params import buffers
 from meshwright.spec.plan import Plan
 from meshwright.spec.problem import mistake
 from meshwright.train.step import evaluating
@@ -116,6 +117,8 @@ def load_decoder(folder: ModelFolder, device: torch.device, dtype_name: str | No
         decoder = Decoder(msgspec.structs.replace(folder.arch, dropout=0.0)).eval()  # which is of training alone
     names = [name for name, _ in decoder.named_parameters()]
     weights = {name: folder.tensor(name).to(device=device, dtype=dtype) for name in names}
+    # Of load biases the dtype stays: in bf16 they would choose other experts.
+    weights |= {param.name: folder.tensor(param.name).to(device) for param in buffers(folder.arch)}
     decoder.load_state_dict(weights, assign=True)
     return decoder
 

@@ -15,7 +15,9 @@ from meshwright.checkpoint.model_folder import open_folder
 from meshwright.config.families import FAMILIES
 from meshwright.config.huggingface import arch_of
 from meshwright.models.decoder import Decoder
+from meshwright.models.generate import Sampling
 from meshwright.spec.params import buffers
+from meshwright.train.sample import load_decoder, written
 
 TOKENS = 24
 SIZES = {
@@ -71,6 +73,9 @@ MODELS = {
     | GROUPS
     | {"q_lora_rank": 14, "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
     "glm4_moe": SIZES | ROUTED | {"use_qk_norm": True, "attention_bias": True},
+    "glm": SIZES | {"pad_token_id": None},
+    "glm4": SIZES | {"pad_token_id": None, "partial_rotary_factor": 0.34},
+    "olmoe": PLAIN | {"num_experts": 5, "num_experts_per_tok": 2, "pad_token_id": None},
     "gpt_neox": PLAIN | {"rotary_pct": 0.5},
     "cohere": PLAIN | {"logit_scale": 0.25, "pad_token_id": None},
     "cohere plus": PLAIN | {"use_qk_norm": True, "pad_token_id": None},
@@ -168,6 +173,21 @@ def test_a_folder_goes_there_and_back_bit_for_bit(stock, tmp_path):
     assert all(torch.equal(first.tensor(name), last.tensor(name)) for name in first.shapes)
 
 
+def test_greedy_text_is_that_of_transformers(stock):
+    path, model = stock
+    arch = open_folder(path).arch
+    if arch.rope_scaling == "longrope":
+        pytest.skip("transformers takes other factors as a text grows beyond the original context")
+    decoder = load_decoder(open_folder(path), torch.device("cpu"), None)
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [5]]
+    options = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
+    *_, texts = written(decoder, prompts, 16, Sampling(), frozenset())
+    for prompt, text in zip(prompts, texts, strict=True):
+        tokens = torch.tensor([prompt])
+        wanted = copy.deepcopy(model).generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+        assert text == wanted[0, len(prompt) :].tolist()
+
+
 # What every file states: enough layers for each pattern, and a context beyond each window.
 STATED = {
     **{"vocab_size": 61, "hidden_size": 128, "intermediate_size": 48, "num_hidden_layers": 12},
@@ -178,6 +198,7 @@ ALSO_STATED = {
     "deepseek_v2": LATENT_ROUTED,
     "deepseek_v3": LATENT_ROUTED | {"num_experts_per_tok": 4},
     "glm4_moe": EXPERTS | {"n_routed_experts": 16},
+    "gpt_neox": {"hidden_size": 256},  # of whose heads a quarter is rotated
 }
 
 

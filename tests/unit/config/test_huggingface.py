@@ -116,6 +116,7 @@ def test_older_files_of_qwen_say_in_which_layer_windows_begin():
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),  # which transformers does not look at in a Llama
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"model_type": "phi3", "partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.31}, "partial_rotary_factor"),  # 39 of 128
         ({"layer_types": ["sliding_attention"] * 32}, "layer_types"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 32}, "layer_types"),
         ({"model_type": "qwen3", "layer_types": [[]] * 32}, "layer_types"),
@@ -287,6 +288,7 @@ def test_there_and_back_is_the_same_architecture(arch):
         ("gpt2", {"kv_heads": 4}, "kv_heads"),
         ("gpt2", {"head_dim": 32}, "head_dim"),
         ("gpt2", {"bias": False}, "bias"),
+        ("pythia-70m", {"rope_share": 0.46}, "rope_share"),  # 30 of 64 here, where transformers takes 29
     ],
 )
 def test_what_transformers_cannot_say_is_refused_by_field(name, change, field):

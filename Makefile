@@ -32,6 +32,13 @@ launchers: $(READY)
 	  test -e $(JUDGES)/hcl/cdktf-provider-$$cloud.tgz || \
 	  npm pack --silent --pack-destination $(JUDGES)/hcl @cdktf/provider-$${cloud%-*}@$${cloud#*-} > /dev/null; \
 	done
+	! command -v terraform > /dev/null || for cloud in aws google; do \
+	  mkdir -p $(JUDGES)/terraform/$$cloud $(JUDGES)/terraform/providers && \
+	  cp tests/launchers/requirements/$$cloud.tf $(JUDGES)/terraform/$$cloud/ && \
+	  TF_PLUGIN_CACHE_DIR=$(CURDIR)/$(JUDGES)/terraform/providers \
+	    terraform -chdir=$(JUDGES)/terraform/$$cloud init -input=false -no-color > /dev/null || \
+	  echo "the Terraform provider of $$cloud cannot be had: its test is skipped"; \
+	done
 	{ command -v slurmctld && command -v mpirun; } > /dev/null || test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null || \
 	  { apt-get update && apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client munge openmpi-bin; }
 	$(BIN)/python -m pytest tests/launchers

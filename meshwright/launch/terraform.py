@@ -262,5 +262,6 @@ def launch(job: LaunchJob) -> Launch:
     return Launch(
         files=(LaunchFile(name="main.tf", text=text),),
         command=("terraform", f"-chdir={job.out}", "plan"),
-        note="terraform apply, which costs money, is yours to run; then launch with --on slurm, torchrun or mpi",
+        note="terraform init there comes first, and terraform apply, which costs money, is yours to run; "
+        "then launch with --on slurm, torchrun or mpi",
     )

@@ -396,8 +396,10 @@ class Recorder:
         self._keep(event)
         self.screen.say(f"warning: step {event.step}: {event.text}")
 
-    def adopt(self, rank: int, ahead: float) -> int:
-        """Take over from another rank's records what this one missed while it was away or behind; the newest step.
+    def adopt(self, rank: int, ahead: float) -> tuple[int, list[EventRecord]]:
+        """Take over from another rank's records what this one missed while it was away or behind.
+
+        The newest step of all, and what was worth telling: it is told here now, late, since nobody else may speak.
 
         `ahead`: what the monotonic clock of that rank's machine must be shifted by to be this one's.
         """
@@ -413,12 +415,12 @@ class Recorder:
             if not isinstance(each, EventRecord) or (each.what, each.step, each.rank) not in told
         ]
         for record in missed:
-            self._keep(record)
+            self.tell(record) if isinstance(record, EventRecord) else self._keep(record)
         self.records += [record for record in missed if isinstance(record, StepRecord)]
         self.last_eval = next((each for each in reversed(missed) if isinstance(each, EvalRecord)), self.last_eval)
         self.added = max((record.step for record in self.records), default=self.added)
         self.timeline = DeviceTimeline(moment(self.mesh.device))
-        return self.added
+        return self.added, [record for record in missed if isinstance(record, EventRecord)]
 
     def saved(self, record: SaveRecord) -> None:
         """A checkpoint is on the disk, beside the steps; it is copied from there."""

@@ -189,7 +189,8 @@ def _run_rank(
     copies = remote.mirroring(run, folder, screen.say, lambda: stop.asked)
     with copies as mirror, meet as mesh:  # in this order: other ranks do not wait for the last copy
         start.passed("meet")  # the other ranks, and the device
-        screen.say(f"building {count(run.arch):,} parameters on {described(mesh)}")
+        apart = f", in each of {run.plan.replicate + run.faults.spares} replicas" if run.faults.live else ""
+        screen.say(f"building {count(run.arch):,} parameters on {described(mesh)}{apart}")
         if words := expected(run, mesh.device):
             screen.say(words)
         with explaining(run, mesh.device):

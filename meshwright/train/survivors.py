@@ -122,7 +122,8 @@ class Survivors:
         self.why = ""  # the last one broke
         self.events: list[EventRecord] = []
         self.away: dict[int, tuple[int, float]] = {}  # replicas that are missing: since which step, since when
-        self.adopt: Callable[[int, float], int] = lambda rank, ahead: 0  # a peer's records; up to which step
+        # A peer's records: up to which step, and what it told meanwhile.
+        self.adopt: Callable[[int, float], tuple[int, list[EventRecord]]] = lambda rank, ahead: (0, [])
         self.giver = self.rank  # whose state this rank was given last
         self.ahead = 0.0  # of this machine's monotonic clock, that of the giver's
         self.state: State
@@ -158,8 +159,19 @@ class Survivors:
         assert isinstance(self.state.outer, LiveOuterLoop)
         self.state.outer.sync(torch.zeros((), dtype=torch.float64), cast_in=0)
         deadline = time.monotonic() + RECORD_SECONDS
-        while self.adopt(self.giver, self.ahead) < self.state.step and time.monotonic() < deadline:
+        while self._hear() < self.state.step and time.monotonic() < deadline:
             generations.pause()
+
+    def _hear(self) -> int:
+        """Take over the records of the peer that gave this rank its state, and who is away by them; the newest step."""
+        step, events = self.adopt(self.giver, self.ahead)
+        replicas = {ranks[0]: replica for replica, ranks in enumerate(self.ranks)}
+        for event in events:
+            if event.what == "lost" and event.rank is not None:
+                self.away[replicas[event.rank]] = event.step, event.at
+            elif event.what == "back" and event.rank is not None:
+                self.away.pop(replicas[event.rank], None)
+        return step
 
     def between(self) -> Iterator[EvalResult]:
         """After a step: the validation loss that is due, and then who waits is let in, if all have heard of it."""
@@ -404,7 +416,7 @@ class Survivors:
                 self._break()
         now = time.monotonic()
         self.lost_seconds += now - (entered if began is None else began)
-        self._note(before, now)
+        self._note(before, now, [self.replica] if received else [])
         is_same = self.generation.starts == before.starts and not self.generation.lost_since(before)
         self.breaks = self.breaks if is_same else 0
         self._take_parts()
@@ -530,7 +542,7 @@ class Survivors:
         state.scale.streak.fill_(streak)
         state.loader.start_at(int(shift) + state.step * self.run.batch, state.step)
         self.intact, self.giver = True, self.ranks[member][self.inner]
-        self.adopt(self.giver, self.ahead)
+        self._hear()
 
     def _held(self) -> list[Tensor]:
         """What a checkpoint would have of this rank's state, saved by whomever."""
@@ -558,18 +570,19 @@ class Survivors:
         for part in [part for part in self.parts if part not in mine]:
             self.parts.pop(part).close()
 
-    def _note(self, before: Generation, now: float) -> None:
-        """Who was lost or came back, for the records."""
+    def _note(self, before: Generation, now: float, own: list[int]) -> None:
+        """Who was lost or came back, for the records; of those who come back themselves only their `own` replica."""
         after, step = self.generation, self.state.step
         for member in after.lost_since(before):
             self.away[member] = step, now
             text = f"replica {member} ({_named(self.ranks[member])}) was lost: {len(after.members)} of "
             text += f"{self.run.plan.replicate} go on, after {self.lost_seconds:.2f} s"
             self.events.append(self._event("lost", text, member))
-        for member in after.back_since(before) if before.members else ():
-            since, when = self.away.pop(member, (step, now))
-            text = f"replica {member} ({_named(self.ranks[member])}) is back with the state of a peer, "
-            text += f"{now - when:.1f} s and {plural(step - since, 'step')} after it was lost"
+        for member in after.back_since(before) if before.members else own:
+            text = f"replica {member} ({_named(self.ranks[member])}) was lost and is back with the state of a peer"
+            if away := self.away.pop(member, None):
+                text = text.replace(" was lost and", "")
+                text += f", {now - away[1]:.1f} s and {plural(step - away[0], 'step')} after it was lost"
             if member >= self.run.plan.replicate:
                 text = f"spare {member} ({_named(self.ranks[member])}) has taken a place, with the state of a peer"
             self.events.append(self._event("back", text, member))

@@ -20,6 +20,8 @@ WORDS = (
         "plan.outer=diloco",
         "faults.live=true",
         "checkpoint.every=0",
+        # At 1e-2 rounding grows to 2e-12 in 48 steps, if a replica comes back at certain syncs; here to 4e-16.
+        "optim.lr=1e-3",
     ),
 )
 LOST = 1  # the replica that is killed, while it makes the fifth step
@@ -32,7 +34,7 @@ def folder(tmp_path_factory):
     corpus_file(folder)
     make_corpus(run := make_run(folder, *WORDS), folder)  # tokenised once, before the ranks ask
     words = [f"{key}={value}" for key, value in {"data.source": run.data.source, "eval.sample_tokens": 0}.items()]
-    numbers = ("arch.preset=tiny", "plan.precision=fp64", "optim.warmup=0", "optim.lr=1e-2", "eval.every=0")
+    numbers = ("arch.preset=tiny", "plan.precision=fp64", "optim.warmup=0", "eval.every=0")
     done = meshwright(
         "train", *numbers, *words, *WORDS, "--ranks", "3", "--inject", f"kill:{LOST}:5:forward,{SLOW}",
         "--folder", "run", folder=folder,

@@ -39,6 +39,7 @@ def user(tmp_path_factory):
 def train(user, name, *words):
     done = meshwright("train", *WORDS, *words, "--json", "--folder", name, folder=user)
     assert done.returncode == 0, done.stderr
+    (user / name / "said.txt").write_text(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -76,6 +77,11 @@ def test_killed_in_every_phase_no_bit_differs_and_no_step_is_lost(user, undistur
         assert len(processes(user, "phases", rank)) == 2  # each was killed once, and by nobody else
     told = [record for record in records(user, "phases") if isinstance(record, EventRecord)]
     assert {record.rank for record in told if record.what == "lost"} >= {1, 2, 3}
+    # Rank 0 speaks: when it is back it says so itself, and what it missed.
+    (own,) = [record.text for record in told if (record.what, record.rank) == ("back", 0)]
+    said = (user / "phases" / "said.txt").read_text()
+    assert own in said
+    assert "replica 0 (rank 0) was lost" in said
     assert len([record for record in records(user, "phases") if isinstance(record, AttemptRecord)]) == 1
 
 

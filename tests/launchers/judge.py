@@ -10,6 +10,7 @@ import pytest
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[1] / "build" / "launchers"  # made by `make launchers`
 PROVIDERS = {"aws": "cdktf-provider-aws-19.65.1.tgz", "gcp": "cdktf-provider-google-16.12.1.tgz"}  # of 5.99 and 6.50
+PLUGINS = ENVIRONMENTS / "terraform" / "providers"  # Terraform's own, by the layout of its file system mirrors
 CRD = ENVIRONMENTS / "volcano" / "jobs.yaml"  # Volcano's own, Apache-2.0: config/crd/volcano/bases of its repository
 
 PROGRAMS = {
@@ -39,6 +40,8 @@ def is_here(name: str) -> bool:
         return all(shutil.which(program) for program in PROGRAMS[name])
     files = {"volcano": CRD, "hcl": ENVIRONMENTS / "hcl" / "npm" / "node_modules" / "@cdktf" / "hcl2json"}
     files |= {cloud: provider(cloud) for cloud in PROVIDERS}
+    hashicorp = PLUGINS / "registry.terraform.io" / "hashicorp"
+    files |= {f"terraform-provider-{name}": hashicorp / name for name in ("aws", "google")}
     return files.get(name, python(name)).exists()
 
 
@@ -57,6 +60,14 @@ def hcl(file: Path) -> dict:
     code = "require('@cdktf/hcl2json').parse('main.tf', require('fs').readFileSync(process.argv[1], 'utf8'))"
     code += ".then(found => console.log(JSON.stringify(found)))"
     return json.loads(_said(["node", "-e", code, file], ENVIRONMENTS / "hcl" / "npm"))
+
+
+def terraform(folder: Path, *words: str, code: int = 0) -> str:
+    """What Terraform says of the files in a folder, with the providers that are here; no cloud is asked."""
+    command = ["terraform", f"-chdir={folder}", *words, "-no-color"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def _said(command: list, folder: Path | None = None) -> str:

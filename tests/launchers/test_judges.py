@@ -104,6 +104,46 @@ def test_terraform_would_write_it_so(tmp_path, cloud, capsys):
 
 
 @pytest.mark.parametrize(
+    ("cloud", "key"),
+    [
+        pytest.param(cloud, key, marks=judge.needs("terraform", f"terraform-provider-{name}"))
+        for cloud, name, key in [("aws", "aws", "strategy"), ("gcp", "google", "tier")]
+    ],
+)
+def test_terraform_validates_it_with_the_clouds_own_provider(tmp_path, cloud, key, capsys):
+    file = launch(tmp_path, "--on", "terraform", "--cloud", cloud) / "main.tf"
+    judge.terraform(tmp_path, "init", "-input=false", f"-plugin-dir={judge.PLUGINS}")
+    judge.terraform(tmp_path, "validate")
+    file.write_text(file.read_text().replace(f"  {key} ", f"  {key}s "))
+    refused = judge.terraform(tmp_path, "validate", code=1)
+    assert f'An argument named "{key}s" is not expected here.' in refused
+
+
+# So that the provider asks AWS nothing: all that would be made is new.
+OFFLINE = """\
+provider "aws" {
+  access_key                  = "none"
+  secret_key                  = "none"
+  skip_credentials_validation = true
+  skip_requesting_account_id  = true
+  skip_metadata_api_check     = true
+}
+"""
+
+
+@judge.needs("terraform", "terraform-provider-aws")
+def test_terraform_plans_the_machines_of_aws(tmp_path, capsys):
+    """Two machines, an adapter of each, a placement group, a security group and a file system."""
+    launch(tmp_path, "--on", "terraform", "--cloud", "aws")
+    (tmp_path / "offline_override.tf").write_text(OFFLINE)
+    judge.terraform(tmp_path, "init", "-input=false", f"-plugin-dir={judge.PLUGINS}")
+    given = {"region": "eu-west-1", "image": "ami-1", "subnet": "subnet-1", "vpc": "vpc-1", "key": "pair"}
+    options = [f"-var={name}={value}" for name, value in given.items()]
+    planned = judge.terraform(tmp_path, "plan", "-input=false", *options)
+    assert "Plan: 7 to add, 0 to change, 0 to destroy." in planned
+
+
+@pytest.mark.parametrize(
     ("on", "name", "words"),
     [
         ("slurm", "rank.sh", []),

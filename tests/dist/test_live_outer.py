@@ -20,6 +20,7 @@ WORDS = (
         "plan.outer=diloco",
         "faults.live=true",
         "checkpoint.every=0",
+        "optim.lr=1e-3",  # at 1e-2 these many steps multiply rounding beyond the tolerance, or not, as it happens
     ),
 )
 LOST = 1  # the replica that is killed, while it makes the fifth step
@@ -32,7 +33,7 @@ def folder(tmp_path_factory):
     corpus_file(folder)
     make_corpus(run := make_run(folder, *WORDS), folder)  # tokenised once, before the ranks ask
     words = [f"{key}={value}" for key, value in {"data.source": run.data.source, "eval.sample_tokens": 0}.items()]
-    numbers = ("arch.preset=tiny", "plan.precision=fp64", "optim.warmup=0", "optim.lr=1e-2", "eval.every=0")
+    numbers = ("arch.preset=tiny", "plan.precision=fp64", "optim.warmup=0", "eval.every=0")
     done = meshwright(
         "train", *numbers, *words, *WORDS, "--ranks", "3", "--inject", f"kill:{LOST}:5:forward,{SLOW}",
         "--folder", "run", folder=folder,

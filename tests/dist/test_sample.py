@@ -32,24 +32,16 @@ def folder(tmp_path_factory):
     return path
 
 
-def texts(folder: Path, mesh: Mesh | None, arch: str, *words: str) -> list[list[int]]:
-    """What is written after prompts of 3, 20 and 9 tokens, of which one is longer than a sequence."""
+def written(folder: Path, mesh: Mesh | None, arch: str, *words: str) -> tuple[str, list[list[int]]]:
+    """The text at the end of a run, and what follows prompts of 3, 20 and 9 tokens, one longer than a sequence."""
     run = make_run(folder, *SAMPLE, *words, arch=arch)
     corpus, mesh = make_corpus(run, folder), mesh or mesh_of(run.plan)
     state = build(run, corpus, mesh)
     prompts = [[7, 8, 9], list(range(40, 60)), list(range(3, 12))]
     try:
-        return continued(state.chunks, run, prompts, frozenset({0}), mesh)
-    finally:
-        state.loader.close()
-
-
-def text(folder: Path, mesh: Mesh | None, arch: str, *words: str) -> str:
-    run = make_run(folder, *SAMPLE, *words, arch=arch)
-    corpus, mesh = make_corpus(run, folder), mesh or mesh_of(run.plan)
-    state = build(run, corpus, mesh)
-    try:
-        return closing_sample(state.chunks, run, corpus, state.loader.held(0).microbatches[0].tokens[0][:16], mesh)
+        opening = state.loader.held(0).microbatches[0].tokens[0][:16]
+        text = closing_sample(state.chunks, run, corpus, opening, mesh)
+        return text, continued(state.chunks, run, prompts, frozenset({0}), mesh)
     finally:
         state.loader.close()
 
@@ -59,19 +51,28 @@ def text(folder: Path, mesh: Mesh | None, arch: str, *words: str) -> str:
 )
 @world(4)
 def test_every_plan_writes_the_text_of_one_device(folder, arch, shape):
-    expected = text(folder, alone(), arch, *shape)
+    expected, together = written(folder, alone(), arch, *shape)
     assert expected.startswith("word1 and 4 word2")
     assert len(expected) > 2 * len("word1 and 4 word2"), expected  # no end of a document was drawn early
-    together = texts(folder, alone(), arch, *shape)
     assert all(len(each) == 18 or each[-1] == 0 for each in together)
     for plan in PLANS[arch]:
-        assert text(folder, None, arch, *shape, *plan) == expected, plan
-        assert texts(folder, None, arch, *shape, *plan) == together, plan
+        assert written(folder, None, arch, *shape, *plan) == (expected, together), plan
+
+
+def text(folder: Path, *words: str) -> str:
+    """What one process writes at the end of a run that nobody prompts."""
+    run = make_run(folder, *SAMPLE, "eval.prompt=", *words)
+    corpus = make_corpus(run, folder)
+    state = build(run, corpus, alone())
+    try:
+        return closing_sample(state.chunks, run, corpus, state.loader.held(0).microbatches[0].tokens[0][:16], alone())
+    finally:
+        state.loader.close()
 
 
 def test_a_text_that_nobody_prompts_goes_on_from_the_data(folder):
-    expected = text(folder, alone(), "tiny", "eval.prompt=")
+    expected = text(folder)
     assert len(expected) > 40, expected
-    assert expected != text(folder, alone(), "tiny", "eval.prompt=", "seed=2")
-    greedy = [text(folder, alone(), "tiny", "eval.temperature=0.0", f"eval.sample_tokens={count}") for count in (5, 40)]
+    assert expected != text(folder, "seed=2")
+    greedy = [text(folder, "eval.temperature=0.0", f"eval.sample_tokens={count}") for count in (5, 40)]
     assert greedy[1].startswith(greedy[0])

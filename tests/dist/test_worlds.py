@@ -1,10 +1,10 @@
-"""Tests of one file share their ranks, until one of them fails."""
+"""Tests share their ranks, until one of them fails; those of another file find nothing of the last."""
 
 import os
 
 import pytest
 import torch.distributed as dist
-from worlds import world
+from worlds import start, world
 
 
 @world(2)
@@ -37,3 +37,23 @@ def test_ranks_serve_all_bodies_until_one_fails_and_are_then_replaced(tmp_path, 
     with pytest.raises(pytest.fail.Exception, match=told):
         body()
     assert not set(numbers()) & set(first)
+
+
+OTHER = """
+import os, sys
+import torch.distributed as dist
+from worlds import world
+
+@world(2)
+def leave_number(folder):
+    assert "test_worlds" not in sys.modules
+    (folder / str(dist.get_rank())).write_text(str(os.getpid()))
+"""
+
+
+def test_ranks_go_on_to_another_file_and_keep_nothing_of_the_last(tmp_path):
+    leave_number(folder=tmp_path)
+    first = [(tmp_path / str(rank)).read_text() for rank in range(2)]
+    (tmp_path / "test_other.py").write_text(OTHER)
+    start(2, tmp_path / "test_other.py", "leave_number", {"folder": tmp_path})
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == first

@@ -1,6 +1,6 @@
 """`@world(4)` runs a test's body in four Gloo processes; the first rank to fail tells why.
 
-Those of one file share them: what torch makes at first use, and remembers by shape, is most of a short run's work.
+All files share them: what torch makes at first use, and remembers by shape, is most of a short run's work.
 """
 
 import faulthandler
@@ -21,14 +21,17 @@ from waiting import HANG
 from meshwright.runtime.place import Place
 from meshwright.runtime.ranks import SERVER, Crew, RankError
 
-# Imported once by the server that ranks are forked from: a rank then starts in a tenth of a second, not in three.
-SERVER.set_forkserver_preload(["meshwright.verify.evidence", "meshwright.train.rank", "pytest", "hypothesis"])
+# Imported once by the server that ranks are forked from: a rank then starts in a tenth of a second, not in three. The
+# compiler is what torch.compile imports at its first call, in nine tenths of a second of every rank that compiles.
+COMPILER = "torch._inductor.compile_fx"
+PRELOADED = ["meshwright.verify.evidence", "meshwright.train.rank", COMPILER, "pytest", "hypothesis"]
+SERVER.set_forkserver_preload(PRELOADED)
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 # How many new objects there are before some are searched for garbage: after every 700, as by default, a tenth of a
 # short run is spent to find next to none.
 RARELY = (20_000, 10, 10)
-WORLDS: dict[tuple[Path, int], Crew] = {}  # of this process, by a test file and the number of ranks
+WORLDS: dict[int, Crew] = {}  # of this process, by the number of ranks
 
 
 def world(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -45,13 +48,13 @@ def world(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 
 def start(ranks: int, file: Path, name: str, arguments: dict[str, Any]) -> None:
-    """Run a body in the ranks of its file, and fail with the first one's own words."""
-    if (file, ranks) not in WORLDS:
-        WORLDS[file, ranks] = Crew(Bodies(file), ranks)
+    """Run a body in so many ranks, and fail with the first one's own words."""
+    if ranks not in WORLDS:
+        WORLDS[ranks] = Crew(Bodies(), ranks)
     try:
-        WORLDS[file, ranks].run((name, arguments), HANG)
+        WORLDS[ranks].run((file, name, arguments), HANG)
     except RankError as error:
-        WORLDS.pop((file, ranks)).close()
+        WORLDS.pop(ranks).close()
         pytest.fail(str(error), pytrace=False)
 
 
@@ -62,25 +65,44 @@ def close() -> None:
 
 
 class Bodies:
-    """The tests of a file, loaded where they run, by ranks that have met."""
+    """The tests of one file after the other, loaded where they run, by ranks that have met."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self) -> None:
+        self.file: Path | None = None
         self.module: ModuleType | None = None
 
-    def __call__(self, place: Place, name: str, arguments: dict[str, Any]) -> None:
-        if self.module is None:
-            import torch
-            import torch.distributed as dist
-
-            torch.set_num_threads(1)
-            gc.set_threshold(*RARELY)
-            share_a_device()
-            store = dist.FileStore(place.store, place.world)
-            dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world)
-            self.module = _load(self.file)
+    def __call__(self, place: Place, file: Path, name: str, arguments: dict[str, Any]) -> None:
+        if self.file is None:
+            self._meet(place)
+        if self.file != file:
+            self.module = None
+            _forget()
+            self.file, self.module = file, _load(file)
         faulthandler.dump_traceback_later(0.95 * HANG)  # to standard error, should it hang
         getattr(self.module, name).__wrapped__(**arguments)
+
+    def _meet(self, place: Place) -> None:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        gc.set_threshold(*RARELY)
+        share_a_device()
+        store = dist.FileStore(place.store, place.world)
+        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world)
+
+
+def _forget() -> None:
+    """Be as ranks of its own for a new file: without what the last one has kept, drawn and compiled."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    for name in [name for name in sys.modules if name.startswith("test_")]:
+        del sys.modules[name]
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    counters.clear()
+    gc.collect()
 
 
 def share_a_device() -> None:

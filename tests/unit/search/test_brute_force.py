@@ -6,7 +6,7 @@ them unless they are given.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice, product
 from typing import Any
 
@@ -54,6 +54,7 @@ def everything(asked: Question) -> Iterator[Plan]:
         "bf16_params": [True, False] if world == 1 else [False],
     }
     values |= {name: [value] for name, value in fixed.items() if name in values}
+    passes = passing(asked)
     axes = [values[axis] for axis in ("pp", "replicate", "shard", "cp", "tp")]
     for pp, replicate, shard, cp, tp in product(*axes):
         if pp * replicate * shard * cp * tp != world or (pp == 1 and "schedule" in fixed and "pp" not in fixed):
@@ -67,10 +68,10 @@ def everything(asked: Question) -> Iterator[Plan]:
                 schedule=schedule, chunks=chunks, stages=balanced_stages(asked.arch, pp * chunks) if pp > 1 else (),
                 precision=asked.precision, compile=True,
             )  # fmt: skip
-            yield from ways(asked, plan, values)
+            yield from ways(passes, plan, values)
 
 
-def ways(asked: Question, plan: Plan, values: dict[str, list[Any]]) -> Iterator[Plan]:
+def ways(passes: Callable[[Plan], bool], plan: Plan, values: dict[str, list[Any]]) -> Iterator[Plan]:
     """The same split with all that may be sharded, recomputed and offloaded; spelled once."""
     names = (
         "zero", "cp_kind", "recompute", "activation_offload", "optimizer_offload", "optimizer_offload_update",
@@ -83,20 +84,28 @@ def ways(asked: Question, plan: Plan, values: dict[str, list[Any]]) -> Iterator[
         if one["optimizer_offload"] == "none" and one["optimizer_offload_update"] == "device":
             continue
         found = msgspec.structs.replace(plan, **one, compile=False)
-        if passes(asked, found):  # what is refused as it stands is refused compiled too
+        if passes(found):  # what is refused as it stands is refused compiled too
             compiled = msgspec.structs.replace(found, compile=True)
-            yield compiled if passes(asked, compiled) else found
+            yield compiled if passes(compiled) else found
 
 
-def passes(asked: Question, plan: Plan) -> bool:
-    """Whether the rules let a plan pass."""
+def passing(asked: Question) -> Callable[[Plan], bool]:
+    """Whether the rules let a plan pass: who refused the last one is asked first, as plans in a row are alike."""
     tuning = Tuning() if asked.arch.tuning is msgspec.UNSET else asked.arch.tuning
     tuned = {"adapter": tuning.adapter, "optim": Optim(freeze=tuning.freeze)}
-    run = Run(arch=asked.arch, plan=plan, batch=asked.batch, sequence=asked.sequence, **tuned)
-    for rule in (*check.PLAN_RULES, *TUNED_PLAN_RULES):
-        for _ in rule(run):
-            return False
-    return True
+    run = Run(arch=asked.arch, plan=Plan(microbatch=1), batch=asked.batch, sequence=asked.sequence, **tuned)
+    rules = [*check.PLAN_RULES, *TUNED_PLAN_RULES]
+
+    def passes(plan: Plan) -> bool:
+        found = msgspec.structs.replace(run, plan=plan)
+        for rule in rules:
+            for _ in rule(found):
+                rules.remove(rule)
+                rules.insert(0, rule)
+                return False
+        return True
+
+    return passes
 
 
 def drawn(draw: random.Random) -> Question:

@@ -181,12 +181,9 @@ def _how_gradients(run: Run, stated: str, key: str) -> Iterator[Problem]:
 def _powersgd(run: Run) -> Iterator[Problem]:
     plan, key = run.plan, "plan.powersgd"
     stated = f"{key} = {plan.powersgd}"
-    if plan.shards > 1:
-        what = f"{stated} factors matrices that replicas hold whole, and plan.zero = {plan.zero} shards them"
-        yield Problem(what, "use plan.replicate instead of plan.shard, or plan.grad_reduce = int8 for shards", key)
-    if plan.tp > 1:
-        what = f"{stated} factors whole matrices, and plan.tp = {plan.tp} cuts them"
-        yield Problem(what, "use plan.tp = 1, or plan.grad_reduce = int8", key)
+    if plan.replicate == 1 < plan.shard:
+        what = f"{stated} factors what replicas tell each other, and plan.replicate = 1 has none"
+        yield Problem(what, "set plan.replicate to 2 or more, or use plan.grad_reduce = int8 between shards", key)
     most = max(each.short for param in params(run.arch) if (each := factors(param.shape, plan.powersgd)))
     if plan.powersgd > most:
         what = f"{stated} is more than the rank of any matrix of the model"

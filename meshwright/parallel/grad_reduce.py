@@ -46,6 +46,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from meshwright.config.run import Run
 from meshwright.kernels.blockwise import BlockCodes
+from meshwright.models.moe import Experts
 from meshwright.parallel import precision
 from meshwright.parallel.fsdp import param_groups
 from meshwright.parallel.mesh import Mesh, join, local, sum_parts
@@ -219,12 +220,16 @@ class FactoredPart:
 class PowerSGD:
     """The gradient reduction of one group of weights over replicas, each of which may be many ranks."""
 
-    def __init__(self, plan: Plan, group: Any, weights: Sequence[ReducedWeight], mesh: Mesh) -> None:
+    def __init__(
+        self, plan: Plan, group: Any, weights: Sequence[ReducedWeight], mesh: Mesh, holds_experts: bool
+    ) -> None:
+        """`holds_experts`: those that ranks of ep share out, each stack sharded by fewer ranks."""
         self.group, self.replicas = group, mesh.dense.get_group("replicate")
         self.holders = mesh.over_shard_and_tp("dense") if plan.shards * plan.tp > 1 else None  # of one replica
         self.feeds_back = plan.error_feedback
         self.weights, self.lengths = list(weights), [weight.elements for weight in weights]
-        shard, first_of_tp = mesh.dense.get_local_rank("shard"), mesh.place["tp"] == 0
+        grid = mesh.expert if holds_experts else mesh.dense
+        shard, first_of_tp = grid.get_local_rank("shard"), mesh.place["tp"] == 0
         self.parts = [
             FactoredPart(
                 weight,
@@ -482,7 +487,7 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
         for group in param_groups(module):
             weights = [reduced_weight(each, names) for each in group.fsdp_params if each.sharded_param.requires_grad]
             if plan.powersgd:
-                reduction = PowerSGD(plan, group, weights, mesh)
+                reduction = PowerSGD(plan, group, weights, mesh, plan.ep > 1 and isinstance(module, Experts))
             else:
                 reduction = LossyReduction(plan, group, weights, mesh)
                 module.set_custom_reduce_scatter(reduction)

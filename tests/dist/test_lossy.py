@@ -47,7 +47,12 @@ FOUR = (
     "replicate=2,shard=2,zero=3,powersgd=2,grad_accum=2",
     "replicate=2,tp=2,powersgd=2",
 )
-OF_MANY = ("replicate=2,shard=2,zero=1,tp=2,powersgd=2", "replicate=2,shard=2,zero=2,pp=2,powersgd=2")
+OF_MANY = (
+    "replicate=2,shard=2,zero=1,tp=2,powersgd=2",
+    "replicate=2,shard=2,zero=2,pp=2,powersgd=2",
+    "replicate=2,cp=2,zero=3,powersgd=2",
+)
+OF_EXPERTS = ("replicate=2,shard=4,zero=2,ep=2,powersgd=2", "replicate=2,shard=2,zero=3,ep=2,tp=2,powersgd=2")
 EXPERTS = (
     "shard=4,zero=3,ep=2,gather=int8",
     "shard=2,zero=3,grad_reduce=int8,gather=int8",
@@ -65,8 +70,8 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("model", "plans"),
-    [("tiny", TWO), ("tiny", FOUR), ("tiny-moe", EXPERTS), ("tiny", OF_MANY)],
-    ids=["two ranks", "four", "experts", "replicas of four"],
+    [("tiny", TWO), ("tiny", FOUR), ("tiny-moe", EXPERTS), ("tiny", OF_MANY), ("tiny-moe", OF_EXPERTS)],
+    ids=["two ranks", "four", "experts", "replicas of many", "replicas that share experts out"],
 )
 def test_ranks_train_like_a_process_that_rounds_as_they_do(tmp_path, model, plans):
     asked = [word for plan in plans for word in ("--plan", plan)]
@@ -244,6 +249,7 @@ def test_ranks_hold_the_errors_that_the_ledger_says(folder):
         ("plan.replicate=4", "plan.powersgd=2", "plan.precision=bf16"),
         (*FACTORED, "arch.vocab=257"),
         ("plan.replicate=2", "plan.tp=2", "plan.powersgd=2", "arch.vocab=257"),
+        (*FACTORED, "plan.ep=2", "arch.preset=tiny-moe", "arch.vocab=257"),
         ("plan.shard=2", "plan.zero=1", "plan.tp=2", "plan.grad_reduce=int8", "plan.precision=bf16"),
         ("plan.pp=2", "plan.replicate=2", "plan.grad_reduce=int8", "plan.grad_accum=4"),
     ]

@@ -33,6 +33,10 @@ EXACTLY = (
     1e-11,
     "reference arithmetic: the same FP8 numbers, all else in float64, as tokens whose inputs round change experts",
 )
+# Optimizers that divide signs by √v, and the ε from which on that amplifies no rounding: an element whose gradient is
+# small beside others of its chunk moves by their size, divided by little more than ε.
+DIVIDES_SIGNS, SIGNS_EPS = ("onebit_adam", "zero_one_adam"), 1e-5
+DOUBLE_ROUNDING = 1e-16
 QUANTITIES = ("loss", "norm", "gradient", "weight")  # that are compared
 TEXT, CERTIFICATE = "ragged.jsonl", "certificate.json"
 VERSIONS = "versions.json"  # of the weights that each asynchronous worker had in each step
@@ -401,7 +405,14 @@ def is_exact(planned: Planned) -> bool:
 
 def allowed(reference: Planned) -> tuple[float, str]:
     """The largest relative deviation that rounding explains, and why."""
-    return EXACTLY if is_exact(reference) else TOLERANCES[reference.plan.precision]
+    if is_exact(reference):
+        return EXACTLY
+    if isinstance(reference, Run) and reference.optim.name in DIVIDES_SIGNS and reference.plan.precision == "fp64":
+        eps = reference.optim.eps
+        if eps < SIGNS_EPS:
+            why = f"signs are divided by √v + {eps:g}, and float64's 1e-16 in a small v with them, once an update"
+            return reference.steps * DOUBLE_ROUNDING / eps, why
+    return TOLERANCES[reference.plan.precision]
 
 
 class KeptRanks:

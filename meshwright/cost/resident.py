@@ -112,13 +112,13 @@ def feedback_bytes(group: ParamGroup, view: RankView) -> int:
     """What lossy reductions of a group's gradient keep from step to step: errors, and PowerSGD's second factors.
 
     A rank owes of what it gives to the shards: a whole gradient; of its node's sum: a shard for each node; to replicas:
-    a shard; of their sum: its part.
+    a shard; of their sum: its part. PowerSGD's second factors are whole on every rank.
     """
     plan, (copies, shards) = view.plan, grid(group, view.plan)
     if plan.powersgd:
-        found = [(param, factors(param.shape, plan.powersgd)) for param in group.params]
-        seconds = sum(each.second for _, each in found if each)
-        return group.count * (seconds + plan.error_feedback * sum(param.numel for param, _ in found)) * view.accum_bytes
+        found = (factors(param.shape, plan.powersgd) for param in group.params)
+        seconds = sum(each.second for each in found if each)
+        return group.count * (seconds + plan.error_feedback * _all_elements(group, view)) * view.accum_bytes
     if plan.grad_reduce == "default" or not plan.error_feedback:
         return 0
     to_shards = shards * _all_elements(group, view) if shards > 1 else 0

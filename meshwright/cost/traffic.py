@@ -685,9 +685,25 @@ def _over_replicate(group: ParamGroup, view: RankView) -> Iterator[Collective]:
         size = copies * message_bytes(view.plan.grad_reduce, sent_elements(group, view, copies), view.accum_bytes)
         calls = ("all_to_all", size), ("all_gather", size)
     elif view.plan.powersgd:
-        calls = tuple(("all_reduce", elements * view.accum_bytes) for elements in factored(group, view))
+        yield from _factors_over_replicate(group, view)
+        return
     for kind, each in calls if size else ():
         yield Collective(kind=kind, axis=axis, count=group.count, bytes=each, overlappable=True)
+
+
+def _factors_over_replicate(group: ParamGroup, view: RankView) -> Iterator[Collective]:
+    """PowerSGD's two factors, one after the other: a replica's ranks sum theirs, and each sends a share of them on."""
+    plan = view.plan
+    holders = plan.shards * plan.tp
+    within: Axis = "shard_tp" if plan.shards > 1 and plan.tp > 1 else "shard" if plan.shards > 1 else "tp"
+    for elements in factored(group, view):
+        share = math.ceil(elements / holders) * view.accum_bytes
+        steps: tuple[tuple[Kind, Axis, int], ...] = (("all_reduce", "replicate", share),)
+        if holders > 1:
+            whole = holders * share
+            steps = ("reduce_scatter", within, whole), *steps, ("all_gather", within, whole)
+        for kind, axis, size in steps:
+            yield Collective(kind=kind, axis=axis, count=group.count, bytes=size, overlappable=True)
 
 
 def factored(group: ParamGroup, view: RankView) -> tuple[int, int]:

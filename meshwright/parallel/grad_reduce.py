@@ -22,6 +22,11 @@ gradient and what it is owed, transposed so that it has no more rows than column
 
 Of full rank P is square, P Pᵀ is one, and the sum is exact. Vectors are summed as they are, with P. A stack of
 experts is so many matrices.
+
+A replica is one rank or many. Where ranks shard its weights, gradients are reduce-scattered exactly, and tp leaves each
+rank its part: a part of M_r makes some rows of P, or a part of their sums, and of Q likewise. The ranks of a replica
+reduce-scatter what they have of a factor, sum over replicas the share of it that each is given, and all-gather it: over
+the slow links goes one factor a replica, and what cuts a replica decides no number.
 """
 
 import math
@@ -41,9 +46,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from meshwright.config.run import Run
 from meshwright.kernels.blockwise import BlockCodes
+from meshwright.models.moe import Experts
 from meshwright.parallel import precision
 from meshwright.parallel.fsdp import param_groups
-from meshwright.parallel.mesh import Mesh, join, local
+from meshwright.parallel.mesh import Mesh, join, local, sum_parts
 from meshwright.spec.communication import (
     FACTOR,
     NODE_ERROR,
@@ -166,21 +172,84 @@ def take_earlier(gradient: Tensor, weights: Sequence[ReducedWeight]) -> None:
             held.zero_()
 
 
-class PowerSGD:
-    """The gradient reduction of one group of weights that replicas hold whole."""
+@dataclass(frozen=True, slots=True)
+class FactoredPart:
+    """What a rank has of a gradient that PowerSGD factors; of a vector as it is."""
 
-    def __init__(self, plan: Plan, group: Any, weights: Sequence[ReducedWeight], replicas: dist.ProcessGroup) -> None:
-        self.group, self.weights, self.replicas = group, list(weights), replicas
+    weight: ReducedWeight
+    shape: Factors | None  # None: a vector
+    region: Region  # of the whole
+    counts: bool  # False: another rank of tp, which has the same, gives it to the sums
+
+    def piece(self, flat: Tensor) -> Tensor:
+        """Of a group's gradient what is no filling: a view."""
+        return inside(flat.view(self.weight.stored), self.region)
+
+    def matrix(self, flat: Tensor) -> Tensor:
+        """The same as matrices, which as wholes have no more rows than columns."""
+        assert self.shape is not None, "a vector is no matrix"
+        piece = self.piece(flat)
+        stacked = piece.flatten(0, -3) if piece.dim() > 2 else piece[None]
+        return stacked.mT if self.shape.transposed else stacked
+
+    def of_first(self, factor: Tensor) -> Tensor:
+        """The rows of the short side's factor that are of this part: a view."""
+        return factor[self._matrices, self._rows[0]]
+
+    def of_second(self, factor: Tensor) -> Tensor:
+        """Those of the long side's."""
+        return factor[self._matrices, self._rows[1]]
+
+    @property
+    def _matrices(self) -> slice:
+        """Which of the stack: along its first dim alone is it ever cut."""
+        if len(self.region) == 2:
+            return slice(0, 1)
+        inner = math.prod(self.weight.whole[1:-2])
+        begin, end = self.region[0]
+        return slice(begin * inner, end * inner)
+
+    @property
+    def _rows(self) -> tuple[slice, slice]:
+        """Of the factors of the short and of the long side."""
+        assert self.shape is not None, "a vector has no factors"
+        rows, columns = (slice(*each) for each in self.region[-2:])
+        return (columns, rows) if self.shape.transposed else (rows, columns)
+
+
+class PowerSGD:
+    """The gradient reduction of one group of weights over replicas, each of which may be many ranks."""
+
+    def __init__(
+        self, plan: Plan, group: Any, weights: Sequence[ReducedWeight], mesh: Mesh, holds_experts: bool
+    ) -> None:
+        """`holds_experts`: those that ranks of ep share out, each stack sharded by fewer ranks."""
+        self.group, self.replicas = group, mesh.dense.get_group("replicate")
+        self.holders = mesh.over_shard_and_tp("dense") if plan.shards * plan.tp > 1 else None  # of one replica
         self.feeds_back = plan.error_feedback
-        self.lengths = [weight.elements for weight in weights]
-        self.shapes = [factors(weight.whole, plan.powersgd) for weight in weights]
-        self.factors: list[Tensor] = []  # of each matrix the long one, Q
+        self.weights, self.lengths = list(weights), [weight.elements for weight in weights]
+        grid = mesh.expert if holds_experts else mesh.dense
+        shard, first_of_tp = grid.get_local_rank("shard"), mesh.place["tp"] == 0
+        self.parts = [
+            FactoredPart(
+                weight,
+                factors(weight.whole, plan.powersgd),
+                weight.shard_region(shard),
+                first_of_tp or weight.cut_by_tp,
+            )
+            for weight in weights
+        ]
+        self.matrices = [number for number, part in enumerate(self.parts) if part.shape]
+        self.factors: list[Tensor] = []  # of each matrix the long one, Q, whole on every rank
         self.error: Tensor | None = None
 
     def begin(self, run: Run, mesh: Mesh) -> None:
         dtype = precision.weight_dtype(run.plan)
-        matrices = [(weight, shape) for weight, shape in zip(self.weights, self.shapes, strict=True) if shape]
-        self.factors = [first_factor(run.seed, weight.name, shape).to(mesh.device, dtype) for weight, shape in matrices]
+        self.factors = [
+            first_factor(run.seed, part.weight.name, part.shape).to(mesh.device, dtype)
+            for part in self.parts
+            if part.shape
+        ]
         if self.feeds_back:
             self.error = torch.zeros(sum(self.lengths), dtype=dtype, device=mesh.device)
 
@@ -192,33 +261,71 @@ class PowerSGD:
         if self.error is not None:
             gradient.add_(self.error)
         pieces = gradient.split(self.lengths)
-        vectors = [piece for piece, shape in zip(pieces, self.shapes, strict=True) if shape is None]
-        matrices = [matrices_of(piece, shape) for piece, shape in zip(pieces, self.shapes, strict=True) if shape]
-        firsts = [matrix @ factor for matrix, factor in zip(matrices, self.factors, strict=True)]
-        summed = self._summed([*firsts, *vectors])
-        bases = [torch.linalg.qr(first).Q for first in summed[: len(firsts)]]
-        seconds = self._summed([matrix.mT @ base for matrix, base in zip(matrices, bases, strict=True)])
+        parts = [self.parts[number] for number in self.matrices]
+        held = [part.matrix(pieces[number]) for number, part in zip(self.matrices, parts, strict=True)]
+        summed = self._summed([*self._firsts(parts, held), *self._vectors(pieces)])
+        bases = [torch.linalg.qr(first).Q for first in summed[: len(parts)]]
+        seconds = self._summed(self._seconds(parts, held, bases))
         if self.error is not None:
             self.error.copy_(gradient)
-        for matrix, base, second, factor in zip(matrices, bases, seconds, self.factors, strict=True):
-            matrix.copy_(base @ second.mT)
+        for part, matrix, base, second, factor in zip(parts, held, bases, seconds, self.factors, strict=True):
+            matrix.copy_(part.of_first(base) @ part.of_second(second).mT)
             # What is not finite is skipped by the update, and must not be what the next step begins with.
             factor.copy_(torch.where(second.isfinite().all(), second, factor))
         if self.error is not None:
             self.error.sub_(gradient, alpha=1 / self.replicas.size()).nan_to_num_(0.0, 0.0, 0.0)
-        for piece, total in zip(vectors, summed[len(firsts) :], strict=True):
-            piece.copy_(total)
-        for error, shape in zip(self._errors(), self.shapes, strict=False):
-            if shape is None:
+        vectors = [number for number, part in enumerate(self.parts) if part.shape is None]
+        for number, total in zip(vectors, summed[len(parts) :], strict=True):
+            part, piece = self.parts[number], pieces[number]
+            part.piece(piece).copy_(total[tuple(slice(*each) for each in part.region)])
+        for error, part in zip(self._errors(), self.parts, strict=False):
+            if part.shape is None:
                 error.zero_()
+
+    def _firsts(self, parts: Sequence[FactoredPart], held: Sequence[Tensor]) -> list[Tensor]:
+        """What this rank's parts add to the first factors."""
+        found = list[Tensor]()
+        for part, matrix, factor in zip(parts, held, self.factors, strict=True):
+            assert part.shape is not None, "matrices alone"
+            first = factor.new_zeros(part.shape.stack, part.shape.short, part.shape.rank)
+            if part.counts:
+                part.of_first(first).copy_(matrix @ part.of_second(factor))
+            found.append(first)
+        return found
+
+    def _seconds(self, parts: Sequence[FactoredPart], held: Sequence[Tensor], bases: Sequence[Tensor]) -> list[Tensor]:
+        """What they add to the second ones."""
+        found = list[Tensor]()
+        for part, matrix, base, factor in zip(parts, held, bases, self.factors, strict=True):
+            second = torch.zeros_like(factor)
+            if part.counts:
+                part.of_second(second).copy_(matrix.mT @ part.of_first(base))
+            found.append(second)
+        return found
+
+    def _vectors(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Vectors as wholes, of which this rank has its part."""
+        found = list[Tensor]()
+        for part, piece in zip(self.parts, pieces, strict=True):
+            if part.shape is None:
+                whole = piece.new_zeros(part.weight.whole)
+                if part.counts:
+                    whole[tuple(slice(*each) for each in part.region)] = part.piece(piece)
+                found.append(whole)
+        return found
 
     def _errors(self) -> Sequence[Tensor]:
         return () if self.error is None else self.error.split(self.lengths)
 
     def _summed(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Each summed over replicas, by one collective."""
+        """Each summed over all ranks: over replicas by one collective, of which a replica's ranks have a share each."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        dist.all_reduce(flat, group=self.replicas)
+        if self.holders is None:
+            dist.all_reduce(flat, group=self.replicas)
+        else:
+            share = sum_parts(F.pad(flat, (0, -len(flat) % self.holders.size())), 0, self.holders)
+            dist.all_reduce(share, group=self.replicas)
+            flat = join(share, 0, self.holders)[: len(flat)]
         parts = flat.split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
@@ -227,21 +334,15 @@ class PowerSGD:
 
     def states(self, mesh: Mesh) -> Iterator[FeedbackPart]:
         replica, remaining = mesh.dense.get_local_rank("replicate"), iter(self.factors)
-        for weight, shape in zip(self.weights, self.shapes, strict=True):
-            if shape is not None:
+        first = replica == mesh.dense.get_local_rank("shard") == mesh.place["tp"] == 0
+        for part in self.parts:
+            if part.shape is not None:
                 factor = next(remaining)
                 region = tuple((0, size) for size in factor.shape)
-                yield FeedbackPart(f"{FACTOR}/{weight.name}", tuple(factor.shape), region, factor, replica == 0)
-        for weight, error in zip(self.weights, self._errors(), strict=False):
-            name = f"{of_part(REPLICA_ERROR, replica)}/{weight.name}"
-            yield FeedbackPart(name, weight.whole, weight.here, error.view(weight.whole), writes=True)
-
-
-def matrices_of(flat: Tensor, shape: Factors) -> Tensor:
-    """The matrices of a gradient, none with more rows than columns; a view of it."""
-    if shape.transposed:
-        return flat.view(shape.stack, shape.long, shape.short).mT
-    return flat.view(shape.stack, shape.short, shape.long)
+                yield FeedbackPart(f"{FACTOR}/{part.weight.name}", tuple(factor.shape), region, factor, first)
+        for part, error in zip(self.parts, self._errors(), strict=False):
+            name = f"{of_part(REPLICA_ERROR, replica)}/{part.weight.name}"
+            yield FeedbackPart(name, part.weight.whole, part.region, part.piece(error), part.counts)
 
 
 def first_factor(seed: int, name: str, shape: Factors) -> Tensor:
@@ -386,7 +487,7 @@ def wrap(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
         for group in param_groups(module):
             weights = [reduced_weight(each, names) for each in group.fsdp_params if each.sharded_param.requires_grad]
             if plan.powersgd:
-                reduction = PowerSGD(plan, group, weights, mesh.dense.get_group("replicate"))
+                reduction = PowerSGD(plan, group, weights, mesh, plan.ep > 1 and isinstance(module, Experts))
             else:
                 reduction = LossyReduction(plan, group, weights, mesh)
                 module.set_custom_reduce_scatter(reduction)

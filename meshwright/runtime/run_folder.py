@@ -98,14 +98,21 @@ class Change(msgspec.Struct, frozen=True):
     new: Any
 
     def __str__(self) -> str:
+        if self.old == self.new:
+            return f"{self.key} = {self.new}, which is part of the mathematics of one of them alone"
         return f"{self.key} {self.old} → {self.new}"
 
 
 def changes(there: Run, here: Run) -> list[Change]:
-    """In which settings the mathematics of two runs differ."""
+    """In which settings the mathematics of two runs differ.
+
+    A setting may be part of one of them alone, such as the replicas of a run that rounds their gradients: with the same
+    value in both it is told only where nothing else differs.
+    """
     keys = _differing(mathematics(there), mathematics(here))
     named = {key if hasattr(here, key.partition(".")[0]) else f"plan.{key}" for key in keys}
-    return [Change(key, _value(there, key), _value(here, key)) for key in sorted(named)]
+    found = [Change(key, _value(there, key), _value(here, key)) for key in sorted(named)]
+    return [each for each in found if each.old != each.new] or found
 
 
 class Claim:

@@ -197,7 +197,10 @@ def mathematics(plan: Plan) -> dict[str, object]:
         found["gather"] = plan.gather
     if not plan.reduces_lossily:
         return found
-    found |= {name: getattr(plan, name) for name in ("grad_reduce", "powersgd", "error_feedback", "replicate", "shard")}
+    found |= {name: getattr(plan, name) for name in ("grad_reduce", "powersgd", "error_feedback", "replicate")}
+    if plan.powersgd:  # of a replica's gradient, whatever ranks have summed it
+        return found
+    found["shard"] = plan.shard
     if plan.zero >= 2 and plan.pp == 1:  # every microbatch's gradient is rounded
         found["microbatch"] = plan.microbatch
     if plan.uses("grad_reduce_node"):  # what its ranks have summed is rounded once more

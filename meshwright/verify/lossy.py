@@ -161,7 +161,7 @@ class RoundedSum:
 
 
 class FactoredSum:
-    """PowerSGD over replicas."""
+    """PowerSGD over replicas, whatever ranks each of them is."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -169,8 +169,10 @@ class FactoredSum:
         self.factors: Tensors = {}
 
     def __call__(self, name: str, ranks: Sequence[Sequence[Tensor]]) -> Tensor:
-        """The sum of what each replica has of its microbatches."""
-        own = [torch.stack(list(rank)).sum(0) for rank in ranks]
+        """The sum of what each replica has, which is that of its ranks and their microbatches."""
+        each = len(ranks) // self.run.plan.replicate
+        replicas = [ranks[first : first + each] for first in range(0, len(ranks), each)]
+        own = [torch.stack([part for rank in replica for part in rank]).sum(0) for replica in replicas]
         shape = factors(tuple(own[0].shape), self.run.plan.powersgd)
         if shape is None:
             return sum(own, torch.zeros_like(own[0]))

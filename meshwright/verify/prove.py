@@ -33,6 +33,10 @@ EXACTLY = (
     1e-11,
     "reference arithmetic: the same FP8 numbers, all else in float64, as tokens whose inputs round change experts",
 )
+# Optimizers that divide signs by √v, and the ε from which on that amplifies no rounding: an element whose gradient is
+# small beside others of its chunk moves by their size, divided by little more than ε.
+DIVIDES_SIGNS, SIGNS_EPS = ("onebit_adam", "zero_one_adam"), 1e-5
+DOUBLE_ROUNDING, SCALE_STEP = 1e-16, 2.0**-23  # scales of signs are fp32 under every precision
 QUANTITIES = ("loss", "norm", "gradient", "weight")  # that are compared
 TEXT, CERTIFICATE = "ragged.jsonl", "certificate.json"
 VERSIONS = "versions.json"  # of the weights that each asynchronous worker had in each step
@@ -401,7 +405,21 @@ def is_exact(planned: Planned) -> bool:
 
 def allowed(reference: Planned) -> tuple[float, str]:
     """The largest relative deviation that rounding explains, and why."""
-    return EXACTLY if is_exact(reference) else TOLERANCES[reference.plan.precision]
+    if is_exact(reference):
+        return EXACTLY
+    if isinstance(reference, Run) and reference.plan.precision == "fp64" and (told := _of_signs(reference)):
+        return told
+    return TOLERANCES[reference.plan.precision]
+
+
+def _of_signs(reference: Run) -> tuple[float, str] | None:
+    """What rounding comes to where signs are divided by a small √v; None: nothing of its own."""
+    optim = reference.optim
+    if optim.name not in DIVIDES_SIGNS or optim.eps >= SIGNS_EPS:
+        return None
+    each = max(DOUBLE_ROUNDING / optim.eps, SCALE_STEP)
+    why = "which amplifies rounding, until it takes a scale to the next number of fp32"
+    return reference.steps * each, f"signs are divided by √v + {optim.eps:g}, {why}: {each:.1e} an update"
 
 
 class KeptRanks:

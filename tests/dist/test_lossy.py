@@ -44,8 +44,20 @@ FOUR = (
     "shard=2,zero=3,tp=2,grad_reduce=int8,gather=int8",
     "pp=2,replicate=2,grad_reduce=int8",
     "pp=2,replicate=2,powersgd=3",
+    "replicate=2,shard=2,zero=3,powersgd=2,grad_accum=2",
+    "replicate=2,tp=2,powersgd=2",
 )
-EXPERTS = ("shard=4,zero=3,ep=2,gather=int8", "shard=2,zero=3,grad_reduce=int8,gather=int8")
+OF_MANY = (
+    "replicate=2,shard=2,zero=1,tp=2,powersgd=2",
+    "replicate=2,shard=2,zero=2,pp=2,powersgd=2",
+    "replicate=2,cp=2,zero=3,powersgd=2",
+)
+OF_EXPERTS = ("replicate=2,shard=4,zero=2,ep=2,powersgd=2", "replicate=2,shard=2,zero=3,ep=2,tp=2,powersgd=2")
+EXPERTS = (
+    "shard=4,zero=3,ep=2,gather=int8",
+    "shard=2,zero=3,grad_reduce=int8,gather=int8",
+    "replicate=2,shard=2,zero=3,powersgd=2",
+)
 LOSSY = "one process that rounds each rank's gradients and weights on their way, and feeds the errors back"
 
 
@@ -57,7 +69,9 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "plans"), [("tiny", TWO), ("tiny", FOUR), ("tiny-moe", EXPERTS)], ids=["two ranks", "four", "experts"]
+    ("model", "plans"),
+    [("tiny", TWO), ("tiny", FOUR), ("tiny-moe", EXPERTS), ("tiny", OF_MANY), ("tiny-moe", OF_EXPERTS)],
+    ids=["two ranks", "four", "experts", "replicas of many", "replicas that share experts out"],
 )
 def test_ranks_train_like_a_process_that_rounds_as_they_do(tmp_path, model, plans):
     asked = [word for plan in plans for word in ("--plan", plan)]
@@ -158,6 +172,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_leaves_nothing_behind(fold
 
 SAVED = (*SMALL, "steps=6", "checkpoint.every=3")
 ROUNDED = ("plan.replicate=2", "plan.shard=2", "plan.zero=3", "plan.grad_reduce=int4", "plan.gather=int8")
+FACTORED = ("plan.replicate=2", "plan.shard=2", "plan.zero=3", "plan.powersgd=2")
 NODES = ("plan.shard=4", "plan.zero=3", "plan.grad_reduce=int4", "plan.grad_reduce_node=2")
 
 
@@ -195,9 +210,10 @@ def resumed(folder: Path, *words: str) -> tuple[str, list[float]]:
             ("plan.replicate=2", "plan.grad_reduce=int8", "plan.pp=2"),
         ),
         (("plan.replicate=4", "plan.powersgd=2"), ()),
+        (FACTORED, ("plan.replicate=2", "plan.tp=2", "plan.powersgd=2", "plan.microbatch=4")),
         (NODES, ()),
     ],
-    ids=["zero++", "replicas", "powersgd", "nodes"],
+    ids=["zero++", "replicas", "powersgd", "powersgd between shards", "nodes"],
 )
 @world(4)
 def test_errors_are_saved_and_resumed_bit_by_bit(folder, words, other):
@@ -231,6 +247,9 @@ def test_ranks_hold_the_errors_that_the_ledger_says(folder):
         (*NODES, "arch.vocab=257"),
         ("plan.replicate=4", "plan.grad_reduce=bf16", "plan.error_feedback=false"),
         ("plan.replicate=4", "plan.powersgd=2", "plan.precision=bf16"),
+        (*FACTORED, "arch.vocab=257"),
+        ("plan.replicate=2", "plan.tp=2", "plan.powersgd=2", "arch.vocab=257"),
+        (*FACTORED, "plan.ep=2", "arch.preset=tiny-moe", "arch.vocab=257"),
         ("plan.shard=2", "plan.zero=1", "plan.tp=2", "plan.grad_reduce=int8", "plan.precision=bf16"),
         ("plan.pp=2", "plan.replicate=2", "plan.grad_reduce=int8", "plan.grad_accum=4"),
     ]

@@ -31,6 +31,7 @@ from meshwright.train.loop import StepResult, Stop, train
 from meshwright.train.oom import held
 from meshwright.train.saving import digest_of, restore
 from meshwright.train.state import State
+from meshwright.verify import prove
 from meshwright.verify.collectives import differences, implied, observing, ranks_of
 
 # float64 sums in another order through some updates; signs of a number that is rounding alone are in no weight here.
@@ -75,6 +76,15 @@ def test_replicas_train_like_a_process_that_is_all_of_them(tmp_path, name):
     certificates = json.loads((tmp_path / "proof/certificate.json").read_text())
     assert len(certificates) == len({plan.split(",")[0] for plan in ("replicate=2", *CUT[name])})
     assert all("same compression and error feedback" in each["reference"] for each in certificates)
+
+
+def test_with_the_usual_epsilon_a_proof_says_how_much_rounding_a_sign_amplifies(tmp_path):
+    plans = [part for plan in ("replicate=2,tp=2", "replicate=2,shard=2,zero=3") for part in ("--plan", plan)]
+    meshwright("verify", "tiny", "optim.name=onebit_adam", *plans, "--folder", "proof", folder=tmp_path)  # exits with 0
+    (certificate,) = json.loads((tmp_path / "proof/certificate.json").read_text())
+    far = max(value for each in certificate["verdicts"] for key, value in each.items() if key.endswith("_deviation"))
+    assert prove.TOLERANCES["fp64"][0] < far < certificate["tolerance"] == pytest.approx(3 * 2**-23)
+    assert "signs are divided" in certificate["reason"]
 
 
 @world(2)

@@ -208,6 +208,10 @@ FOUR = {
         ("plan.shard=4", "plan.zero=2", "plan.grad_reduce=int4", "plan.grad_reduce_node=2", *TWICE, *ODD_GPT),
         ("plan.shard=2", "plan.zero=3", "plan.tp=2", "plan.grad_reduce=int8", "plan.gather=int8", *BF16),
         ("plan.pp=2", "plan.replicate=2", "plan.grad_reduce=int8", *FOUR_TIMES),
+        ("plan.replicate=2", "plan.shard=2", "plan.zero=3", "plan.powersgd=3", *TWICE, *BF16, *ODD_GPT),
+        ("plan.replicate=2", "plan.tp=2", "plan.powersgd=2", *MOE, "arch.experts=3"),
+        ("plan.replicate=2", "plan.cp=2", "plan.zero=1", "plan.powersgd=2", *TWICE),
+        ("plan.replicate=2", "plan.shard=2", "plan.zero=2", "plan.ep=2", "plan.powersgd=2", *MOE),
         ("plan.shard=4", "plan.zero=3", "plan.ep=2", "plan.gather=int8", *MOE),
     ],
     "tp": [

@@ -142,10 +142,12 @@ def _whose_gradients(run: Run, stated: str, key: str) -> Iterator[Problem]:
     if plan.replicate * plan.shard == 1:
         what = f"{stated} rounds gradients on their way between ranks, and there is one data rank"
         yield Problem(what, f"set plan.replicate or plan.shard to 2 or more, or {remedy}", key)
-    if plan.cp > 1:
+    if plan.powersgd:
+        yield from _whole_replicas(plan, stated, key)
+    elif plan.cp > 1:
         what = f"{stated} rounds the gradient of whole sequences, and plan.cp = {plan.cp} cuts them"
         yield Problem(what, f"use plan.cp = 1, or {remedy}", key)
-    if plan.ep > 1:
+    if plan.ep > 1 and not plan.powersgd:
         what = f"{stated} rounds each rank's gradient by itself, and plan.ep = {plan.ep} mixes the tokens of several"
         yield Problem(what, f"use plan.ep = 1, or {remedy}", key)
     if plan.pp > 1 and run.arch.embeds_at_both_ends:
@@ -157,6 +159,17 @@ def _whose_gradients(run: Run, stated: str, key: str) -> Iterator[Problem]:
         rarely = f"plan.sync_every = {plan.sync_every} sums none over replicas"
         what = f"{stated} is for gradients of every step, and {rarely}"
         yield Problem(what, f"use plan.outer_quant for what is synced, or {remedy}", key)
+
+
+def _whole_replicas(plan: Plan, stated: str, key: str) -> Iterator[Problem]:
+    """PowerSGD factors the gradients of replicas, each of which is to be ranks of its own."""
+    for axis in ("cp", "ep"):
+        if getattr(plan, axis) > 1 and not plan.zero:
+            what = (
+                f"{stated} factors the gradients of whole replicas, and plan.{axis} = {getattr(plan, axis)} with "
+                "plan.zero = 0 spreads each over the copies of the weights"
+            )
+            yield Problem(what, f"set plan.zero = 1, 2 or 3, or leave {key} out", f"plan.{axis}")
 
 
 def _how_gradients(run: Run, stated: str, key: str) -> Iterator[Problem]:
@@ -181,12 +194,9 @@ def _how_gradients(run: Run, stated: str, key: str) -> Iterator[Problem]:
 def _powersgd(run: Run) -> Iterator[Problem]:
     plan, key = run.plan, "plan.powersgd"
     stated = f"{key} = {plan.powersgd}"
-    if plan.shards > 1:
-        what = f"{stated} factors matrices that replicas hold whole, and plan.zero = {plan.zero} shards them"
-        yield Problem(what, "use plan.replicate instead of plan.shard, or plan.grad_reduce = int8 for shards", key)
-    if plan.tp > 1:
-        what = f"{stated} factors whole matrices, and plan.tp = {plan.tp} cuts them"
-        yield Problem(what, "use plan.tp = 1, or plan.grad_reduce = int8", key)
+    if plan.replicate == 1 < plan.shard:
+        what = f"{stated} factors what replicas tell each other, and plan.replicate = 1 has none"
+        yield Problem(what, "set plan.replicate to 2 or more, or use plan.grad_reduce = int8 between shards", key)
     most = max(each.short for param in params(run.arch) if (each := factors(param.shape, plan.powersgd)))
     if plan.powersgd > most:
         what = f"{stated} is more than the rank of any matrix of the model"

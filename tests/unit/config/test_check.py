@@ -65,9 +65,10 @@ WRONG = [
     ([*REPLICAS, "plan.powersgd=4096"], "plan.powersgd = 4096 is more than the rank of any matrix of the model"),
     (
         ["plan.shard=2", "plan.zero=1", "plan.powersgd=2"],
-        "factors matrices that replicas hold whole, and plan.zero = 1",
+        "factors what replicas tell each other, and plan.replicate = 1",
     ),
-    ([*REPLICAS, "plan.tp=2", "plan.powersgd=2"], "factors whole matrices, and plan.tp = 2 cuts them"),
+    ([*REPLICAS, "plan.cp=2", "plan.powersgd=2"], "plan.cp = 2 with plan.zero = 0 spreads each over the copies"),
+    ([*MIXTURE, *REPLICAS, "plan.ep=2", "plan.powersgd=2"], "plan.ep = 2 with plan.zero = 0 spreads each over"),
     ([*REPLICAS, "plan.gather=int8"], "rounds weights that are all-gathered, and none are sharded"),
     ([*MIXTURE, "plan.shard=2", "plan.zero=1", "plan.ep=2", "plan.gather=int8"], "with plan.ep = 2 no experts are"),
     (["plan.shard=4", "plan.zero=2", "plan.secondary_shard=2"], "and plan.zero = 2 keeps them gathered"),

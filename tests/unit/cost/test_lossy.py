@@ -78,6 +78,16 @@ def test_powersgd_sends_rank_times_the_sides_of_a_matrix():
     assert found < 4 / 300
 
 
+def test_of_powersgd_the_ranks_of_a_replica_send_a_share_of_the_factors_each():
+    alone = msgspec.structs.replace(REPLICAS, powersgd=4)
+    sharded = msgspec.structs.replace(alone, shard=8, zero=2)
+    cut = msgspec.structs.replace(alone, tp=8)
+    one, *shares = (bytes_a_parameter(plan, "replicate") for plan in (alone, sharded, cut))
+    assert shares == pytest.approx([one / 8, one / 8], rel=1e-3)
+    seconds = owed(alone) - 4  # the factors that a step begins with, whole on every rank
+    assert [owed(plan) for plan in (sharded, cut)] == pytest.approx([4 / 8 + seconds] * 2, rel=1e-3)
+
+
 def owed(plan: Plan) -> float:
     lines = states(LLAMA, plan, layout=layout_of(plan))
     return sum(line.bytes for line in lines if line.name == "error_feedback") / count(LLAMA)

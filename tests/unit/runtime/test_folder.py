@@ -41,6 +41,18 @@ def test_a_changed_plan_may_go_on_in_the_folder_but_other_mathematics_may_not(tm
         claim(tmp_path / "a", OTHER)
 
 
+def test_a_setting_that_counts_in_one_run_alone_is_told_only_where_nothing_else_differs(tmp_path):
+    replicas = ["plan.replicate=2"]
+    claim(tmp_path / "a", load.load(None, [*replicas, "plan.powersgd=4"]).run)
+    with pytest.raises(InputError, match=r"belongs to another run \(plan\.powersgd 4 → 0\); "):
+        claim(tmp_path / "a", load.load(None, replicas).run)
+
+    rounded = ["plan.shard=2", "plan.grad_reduce=int8"]
+    claim(tmp_path / "b", load.load(None, [*rounded, "plan.zero=1"]).run)
+    with pytest.raises(InputError, match=r"\(plan\.microbatch = \d+, which is part of the mathematics of one of them"):
+        claim(tmp_path / "b", load.load(None, [*rounded, "plan.zero=3"]).run)
+
+
 def test_a_finished_run_is_recognised_and_kept(tmp_path):
     claim(tmp_path / "a")
     folders.write_summary(tmp_path / "a", SUMMARY)

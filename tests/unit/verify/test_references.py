@@ -71,6 +71,21 @@ def test_fp8_is_compared_with_the_same_scales_and_of_models_that_route_in_refere
     assert (plain.plan.precision, plain.optim.master_weights) == ("fp64", "fp32")
 
 
+def test_what_divides_signs_by_a_small_number_states_its_own_tolerance_and_why(tmp_path):
+    def said(*words: str) -> tuple[float, str]:
+        (allowed,) = {prove.allowed(each) for each, _ in prove.jobs("tiny", [*words], ["replicate=2"], 3, tmp_path)}
+        return allowed
+
+    usual = prove.TOLERANCES["fp64"]
+    number, why = said("optim.name=onebit_adam")
+    assert number == pytest.approx(3 * 2**-23)  # three updates, each of a scale's step
+    assert "divided by √v + 1e-08" in why
+    assert said("optim.name=zero_one_adam", "optim.eps=1e-10")[0] == pytest.approx(3e-6)
+    assert said("optim.name=onebit_adam", "optim.eps=1e-5") == usual
+    assert said("optim.name=onebit_lamb") == usual  # whose moves are as long as the weights
+    assert said("optim.name=adamw") == usual
+
+
 def test_parts_of_sequences_are_multiplied_by_scales_of_their_own():
     torch.manual_seed(0)
     linear = nn.Linear(32, 16, bias=False, dtype=torch.float64)

@@ -209,6 +209,8 @@ class Masker:
         after = after or self._past(chat, whole, start, number)
         if after is None:
             raise self._unstopped(chat, whole[start:])
+        if self._opens(chat, number, after[0]):
+            raise self._unstopped(chat, whole[start : after.start()])
         self._stopped(after[0])
         if through.startswith(prompt) and not through.startswith(whole[start : after.end()], start):
             self.notes.setdefault(
@@ -219,6 +221,11 @@ class Masker:
                 "data.train_on = last trains none of these",
             )
         return start, after.end()
+
+    def _opens(self, chat: Conversation, number: int, found: str) -> bool:
+        """Whether a token opens the model's own turns, and is no end of a text: behind an answer it opens the next."""
+        before, prompt = self.template.text(chat.messages[:number], chat.tools), self._prompt(chat, number)
+        return found in prompt[common(before, prompt) :] and self.special[found] not in self.ends
 
     def _past(self, chat: Conversation, whole: str, start: int, number: int) -> re.Match[str] | None:
         """What closes an answer that the template writes otherwise once it is past.

@@ -144,6 +144,13 @@ CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name
 CALLED = [TWO[0], CALL, {"role": "tool", "content": "4"}, TWO[1]]
 
 
+def test_what_opens_the_next_turn_is_no_stop_token():
+    only_last = PLAIN_CHATML.replace("'<|im_end|>", "('<|im_end|>' if m.role == 'user' or loop.last else '') + '")
+    with pytest.raises(InputError, match=r'an answer ends as "It is four.\\n", without a special token'):
+        said(a_masker(only_last), {"messages": TWO})
+    assert said(a_masker(only_last), {"messages": TWO[:2]}) == [FOUR]
+
+
 def test_answers_that_are_written_otherwise_once_they_are_past_are_told_of_and_lose_nothing():
     masker = a_masker(THINKING)
     assert said(masker, {"messages": TWO}) == [FOUR, f"<think>\n\n</think>\n{RED}"]

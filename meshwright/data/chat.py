@@ -246,8 +246,17 @@ def _sandbox(clock: Callable[[], datetime]) -> "Environment":
             return Counting().visit(super()._parse(source, name, filename))
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            is_text = operator == "+" and isinstance(left, str) and isinstance(right, str)  # nearly all they do
+            if is_text and len(left) + len(right) <= MOST_LONG:
+                return left + right
             _require_short(operator, left, right)
             return super().call_binop(context, operator, left, right)
+
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            """The same as jinja2's, without an exception for every field of a message."""
+            if type(obj) is dict and attribute in obj and not hasattr(obj, attribute):
+                return obj[attribute]
+            return super().getattr(obj, attribute)
 
     sandbox = BoundedEnvironment(
         trim_blocks=True,

@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import chain
@@ -24,8 +25,8 @@ from meshwright.checkpoint.model_folder import (
     write_arch,
 )
 from meshwright.checkpoint.state import TORCH_DTYPES
-from meshwright.config.huggingface import CONFIG, TOKENIZER, config_of
-from meshwright.config.weights import Kind
+from meshwright.config.huggingface import CONFIG, TOKENIZER, config_of, read_config
+from meshwright.config.weights import RUN, Kind, is_run
 from meshwright.models.decoder import Decoder
 from meshwright.runtime.files import replace_json
 from meshwright.spec.arch import Arch
@@ -334,6 +335,20 @@ def _carry(folder: ModelFolder, stage: Path) -> None:
     model_folder.copy_texts(folder.texts, stage)
     if folder.tokenizer is not None:  # of a saved step it is the run's
         shutil.copyfile(folder.tokenizer, stage / TOKENIZER)
+    _require_template(folder, stage)
+
+
+def _require_template(folder: ModelFolder, stage: Path) -> None:
+    """Refuse a model of chat data whose template has been lost since it was trained: nobody could ask it anything."""
+    if folder.run is None or not is_run(folder.run):
+        return
+    described = stage / "tokenizer_config.json"
+    has_own = (stage / "chat_template.jinja").is_file() or (
+        described.is_file() and "chat_template" in read_config(described)
+    )
+    if not has_own and tomllib.loads((folder.run / RUN).read_text()).get("data", {}).get("format") == "chat":
+        what = f"{folder.run} was trained on chat data, and {folder.texts} has no chat template any more"
+        raise mistake(what, "put the base's chat_template.jinja or tokenizer_config.json back into it")
 
 
 class AddedToken(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ from meshwright.config.run import Run
 from meshwright.config.weights import TEXT
 from meshwright.data import tokenize
 from meshwright.data.tokenize import ENDS
-from meshwright.spec.problem import mistake
+from meshwright.spec.problem import InputError, mistake
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
@@ -246,8 +246,17 @@ def _sandbox(clock: Callable[[], datetime]) -> "Environment":
             return Counting().visit(super()._parse(source, name, filename))
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            is_text = operator == "+" and isinstance(left, str) and isinstance(right, str)  # nearly all they do
+            if is_text and len(left) + len(right) <= MOST_LONG:
+                return left + right
             _require_short(operator, left, right)
             return super().call_binop(context, operator, left, right)
+
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            """The same as jinja2's, without an exception for every field of a message."""
+            if type(obj) is dict and attribute in obj and not hasattr(obj, attribute):
+                return obj[attribute]
+            return super().getattr(obj, attribute)
 
     sandbox = BoundedEnvironment(
         trim_blocks=True,
@@ -340,15 +349,28 @@ def end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset([token for token in known if token is not None][:1])
 
 
+def document_end(run: Run, tokenizer: Tokenizer) -> int:
+    """The token that closes a document: as stated, the first of the usual ones, or the EOS of the model's folder."""
+    try:
+        return tokenize.end_token(tokenizer, run.data.end_token)
+    except InputError:
+        folder = text_folder(run)
+        named = tokenizer.token_to_id(special_tokens(folder).get("eos_token", ""))
+        ends = [named] if named is not None else sorted(end_tokens(folder, tokenizer))
+        if known := [end for end in ends if tokenizer.id_to_token(end) is not None]:
+            return known[0]
+        raise
+
+
 def template_of(folder: Path, remedy: str = NO_TEMPLATE) -> str:
     """The chat template of a folder: its own file, or a value of its tokenizer_config.json."""
-    if (file := folder / TEMPLATE).is_file():
-        return _read(file, remedy)
+    if (file := folder / TEMPLATE).is_file() and (text := _read(file, remedy)).strip():
+        return text
     found = _description(folder).get("chat_template")
     if isinstance(found, list):  # several, by name
         named = [each for each in found if isinstance(each, dict)]
         found = next((each.get("template") for each in named if each.get("name") == "default"), None)
-    if not isinstance(found, str):
+    if not isinstance(found, str) or not found.strip():
         raise mistake(f"{folder} has no chat template", remedy)
     return found
 
@@ -374,7 +396,7 @@ def chat_template(run: Run, tokenizer: Tokenizer) -> ChatTemplate:
         if not special["bos_token"]:  # else whoever has one though texts do not begin with it would write it
             source = source.replace("{{ bos_token }}", "")
         if "eos_token" not in special:
-            special["eos_token"] = tokenizer.id_to_token(tokenize.end_token(tokenizer, run.data.end_token)) or ""
+            special["eos_token"] = tokenizer.id_to_token(document_end(run, tokenizer)) or ""
         found = ChatTemplate(named, source, special)
     elif named:
         file = Path(named).expanduser()

@@ -1,5 +1,6 @@
 """Records of chat data as conversations: whichever of the usual fields they have, checked before any is rendered."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
@@ -7,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from meshwright.data.chat import BEGIN, CLOSE, REASONING
+from meshwright.data.chat import REASONING
 from meshwright.spec.problem import mistake
 
 Message = dict[str, Any]
@@ -36,6 +37,7 @@ BEFORE: dict[str, tuple[str, ...]] = {
     "tool": ("assistant", "tool"),
 }
 REPAIR = "repair or remove the sample"
+RESERVED = re.compile("[\ufdd0-\ufdd3]")  # marks of templates (chat.py) and of masks (mask.py)
 SHOWN = 200  # characters of a sample that a message quotes
 
 
@@ -87,6 +89,7 @@ def conversation(place: str, record: Any, columns: Mapping[str, str]) -> Convers
     if system and not any(message["role"] == "system" for message in messages):
         messages, prompt = [{"role": "system", "content": _text(place, "system", system)}, *messages], prompt + 1
     _check(place, messages)
+    _require_characters(place, messages, tools)
     if prompt == 0:  # no prompt of its own: what follows the last question is the completion
         users = [number for number, message in enumerate(messages) if message["role"] == "user"]
         prompt = users[-1] + 1 if users else 0
@@ -170,6 +173,14 @@ def _alpaca(place: str, found: dict[str, Any]) -> tuple[list[Message], int]:
 _READERS = {"messages": _messages, "ShareGPT": _sharegpt, "prompt and completion": _prompt, "Alpaca": _alpaca}
 
 
+def _require_characters(place: str, *values: Any) -> None:
+    """Refuse the marks that templates and masks are found by: in what somebody says they would move what is trained."""
+    found = RESERVED.search(_json(values))
+    if found is not None:
+        what = f"{place} has U+{ord(found[0]):X}, one of Unicode's noncharacters, which are kept out of all text"
+        raise mistake(what, REPAIR)
+
+
 def _turns(place: str, name: str, value: Any) -> list[Message]:
     """A list of turns by our names: those of ShareGPT are translated, what nobody filled in is left out."""
     if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
@@ -227,8 +238,6 @@ def _content(place: str, content: Any) -> str:
 def _text(place: str, name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise mistake(f"{place}: the field {name!r} holds {type(value).__name__}, not text", REPAIR)
-    if BEGIN in value or CLOSE in value:
-        raise mistake(f"{place}: the field {name!r} has U+FDD0 or U+FDD1, which are no characters", REPAIR)
     return value
 
 

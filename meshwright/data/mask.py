@@ -20,14 +20,14 @@ from tokenizers import Encoding, Tokenizer
 
 from meshwright.data.chat import ChatTemplate, Span, TemplateError
 from meshwright.data.conversation import REPAIR, Conversation, quoted
-from meshwright.data.tokenize import Words, words_of
+from meshwright.data.tokenize import WORD, Words, words_of
 from meshwright.spec.problem import InputError, mistake
 
 TrainOn = Literal["assistant", "completion", "all", "last"]
 APART = "\ufdd2"  # set into a special token that somebody wrote as text, so that it stays text
 OTHER = "\ufdd3"  # stands for an answer, to see what a template writes behind one
 HELD = 8  # samples of each order of roles whose generation marks are held against prompts
-WRITTEN = ("content", "instruction", "input", "thinking", "reasoning_content")  # of a message
+WRITTEN = frozenset(("content", "instruction", "input", "thinking", "reasoning_content"))  # of a message
 COMPARED = 32  # samples that are tokenised by words and as a whole, and must be the same
 TAIL = 256  # characters between a special token and an answer that are tokenised by themselves for every sample
 OTHERWISE = "use another template (data.template), or one with {% generation %} marks"
@@ -76,7 +76,7 @@ class Masker:
             if (text := self.tokenizer.id_to_token(number)) is not None:
                 self.special.setdefault(text, number)
         self.special_ids = frozenset(self.special.values())
-        self.added = {token.content: number for number, token in added.items()}
+        self.added = {token.content: np.array(number, WORD).tobytes() for number, token in added.items()}
         self.added_pattern = _any_of(self.added)
         self.pattern = _any_of(self.special)
         self.words, self._compared = words_of(self.tokenizer, description), 0
@@ -209,6 +209,8 @@ class Masker:
         after = after or self._past(chat, whole, start, number)
         if after is None:
             raise self._unstopped(chat, whole[start:])
+        if self._opens(chat, number, after[0]):
+            raise self._unstopped(chat, whole[start : after.start()])
         self._stopped(after[0])
         if through.startswith(prompt) and not through.startswith(whole[start : after.end()], start):
             self.notes.setdefault(
@@ -219,6 +221,11 @@ class Masker:
                 "data.train_on = last trains none of these",
             )
         return start, after.end()
+
+    def _opens(self, chat: Conversation, number: int, found: str) -> bool:
+        """Whether a token opens the model's own turns, and is no end of a text: behind an answer it opens the next."""
+        before, prompt = self.template.text(chat.messages[:number], chat.tools), self._prompt(chat, number)
+        return found in prompt[common(before, prompt) :] and self.special[found] not in self.ends
 
     def _past(self, chat: Conversation, whole: str, start: int, number: int) -> re.Match[str] | None:
         """What closes an answer that the template writes otherwise once it is past.
@@ -363,26 +370,29 @@ class Masker:
 
     def _by_words(self, each: _Text, words: Words) -> MaskedSample | None:
         """A text tokenised word by word between its marks, and apart from where an answer begins."""
-        text, tokens, at = each.text, list[int](), 0
+        text, parts, count, at = each.text, list[bytes](), 0, 0
         found, starts = {0: 0}, iter(sorted({start for start, _ in each.spans}))
         start = next(starts, None)
         for mark in (*self.added_pattern.finditer(text), None):
             stop = len(text) if mark is None else mark.start()
             while start is not None and start < stop:
                 if at < start:
-                    tokens += words.encode(text[at:start])
+                    parts.append(words.encode(text[at:start]))
+                    count += len(parts[-1]) // WORD.itemsize
                     at = start
-                found[start] = len(tokens)
+                found[start] = count
                 start = next(starts, None)
             if at < stop:
-                tokens += words.encode(text[at:stop])
-            found[stop] = len(tokens)
+                parts.append(words.encode(text[at:stop]))
+                count += len(parts[-1]) // WORD.itemsize
+            found[stop] = count
             if mark is not None:
-                tokens.append(self.added[mark[0]])
-                at = mark.end()
-                found[at] = len(tokens)
+                parts.append(self.added[mark[0]])
+                count, at = count + 1, mark.end()
+                found[at] = count
         bounds = [(found[start], found[end]) for start, end in each.spans if end in found and start in found]
-        return self._sample(each, np.array(tokens, np.int64), bounds) if len(bounds) == len(each.spans) else None
+        tokens = np.frombuffer(b"".join(parts), WORD).astype(np.int64)
+        return self._sample(each, tokens, bounds) if len(bounds) == len(each.spans) else None
 
     def _whole(self, each: _Text) -> MaskedSample:
         encoding = self.tokenizer.encode(each.text, add_special_tokens=False)
@@ -483,7 +493,7 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 def _texts(message: Mapping[str, Any]) -> dict[str, str]:
     """What somebody wrote in a message."""
-    return {name: message[name] for name in WRITTEN if isinstance(message.get(name), str)}
+    return {name: text for name, text in message.items() if name in WRITTEN and isinstance(text, str)}
 
 
 def _said(content: Any) -> str:

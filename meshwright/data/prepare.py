@@ -263,7 +263,7 @@ def _lexicon(run: Run, texts: list[Listing], folder: Path, say: Say) -> Tokenize
     else:
         file = tokenize.path(run.data.tokenizer)
         tokenizer = tokenize.load(file)
-    return TokenizerInfo(file, tokenizer, tokenize.end_token(tokenizer, run.data.end_token))
+    return TokenizerInfo(file, tokenizer, chat.document_end(run, tokenizer))
 
 
 def _sample(texts: list[Listing]) -> Iterator[str]:
@@ -403,10 +403,12 @@ def _masker(run: Run, template: ChatTemplate, tokenizer: Tokenizer) -> Masker:
 
 def ends_of(run: Run, tokenizer: Tokenizer) -> frozenset[int]:
     """The tokens that end a text: the model folder's, and the one that closes a document."""
-    return chat.end_tokens(chat.text_folder(run), tokenizer) | {tokenize.end_token(tokenizer, run.data.end_token)}
+    return chat.end_tokens(chat.text_folder(run), tokenizer) | {chat.document_end(run, tokenizer)}
 
 
 def _nothing_trained(run: Run, text: Listing, counts: Counter[str]) -> InputError:
+    if not counts["records"]:
+        return mistake(f"{text.source.source} has no samples", "name files with content", "data.source")
     what = f"none of the {plural(counts['records'], 'sample')} of {text.source.source} has a token to be trained"
     if counts["truncated"]:
         what += f", and {counts['truncated']} were cut to sequence = {run.sequence}"
@@ -491,7 +493,7 @@ def _file_problems(run: Run, encodes: bool) -> list[Problem]:
     try:
         tokenizer = tokenize.load(tokenize.path(run.data.tokenizer))
         if encodes:
-            tokenize.end_token(tokenizer, run.data.end_token)
+            chat.document_end(run, tokenizer)
     except InputError as error:
         return error.problems
     if (size := tokenize.entries(tokenizer)) > run.arch.vocab:

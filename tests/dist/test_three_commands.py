@@ -52,6 +52,13 @@ def test_three_commands_make_a_merged_model(tmp_path):
     assert (merged / "chat_template.jinja").read_text() == CHATML
     stop = byte_level().token_to_id("<|im_end|>")
     assert stop in json.loads((merged / "generation_config.json").read_bytes())["eos_token_id"]
+    kept = (tmp_path / "runs" / "tune-chat").rglob("chat_template.jinja")
+    for file in kept:
+        file.rename(file.with_suffix(".lost"))
+    done = forked.run(["convert", "runs/tune-chat", "other", "--merge"], tmp_path, environment(tmp_path))
+    assert done.returncode == 2, done.stdout
+    assert "was trained on chat data" in done.stderr
+    assert "has no chat template any more; put the base's" in done.stderr
     another_base(tmp_path / "my-hf-model" / "model.safetensors")
     for words in (["convert", "runs/tune-chat", "other", "--merge"], ["generate", "runs/tune-chat", "--prompt", "It"]):
         done = forked.run(words, tmp_path, environment(tmp_path))

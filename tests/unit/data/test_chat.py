@@ -83,7 +83,9 @@ def test_columns_can_be_named_and_a_system_prompt_and_tools_stand_beside():
         ({"messages": [TWO[0] | {"weight": 1}, TWO[1]]}, r"only answers are trained"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"parts that are not text"),
         ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, r"history of earlier turns"),
-        ({"prompt": "a\ufdd0", "completion": "b"}, r"U\+FDD0"),
+        ({"prompt": "a\ufdd0", "completion": "b"}, r"has U\+FDD0, one of Unicode's noncharacters"),
+        ({"prompt": "a\ufdd2", "completion": "b"}, r"U\+FDD2"),
+        ({"messages": [TWO[0], TWO[1] | {"reasoning_content": "\ufdd1\ufdd0 all of this"}]}, r"U\+FDD1"),
         (
             {"messages": [TWO[0], {"role": "assistant", "tool_calls": [{"name": "add", "arguments": "2, 3"}]}]},
             r"turn 2: the arguments of the call of 'add' are not a JSON object: \"2, 3\"",
@@ -140,6 +142,13 @@ THINKING = (
 )
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}]}
 CALLED = [TWO[0], CALL, {"role": "tool", "content": "4"}, TWO[1]]
+
+
+def test_what_opens_the_next_turn_is_no_stop_token():
+    only_last = PLAIN_CHATML.replace("'<|im_end|>", "('<|im_end|>' if m.role == 'user' or loop.last else '') + '")
+    with pytest.raises(InputError, match=r'an answer ends as "It is four.\\n", without a special token'):
+        said(a_masker(only_last), {"messages": TWO})
+    assert said(a_masker(only_last), {"messages": TWO[:2]}) == [FOUR]
 
 
 def test_answers_that_are_written_otherwise_once_they_are_past_are_told_of_and_lose_nothing():
@@ -325,6 +334,27 @@ def test_a_set_without_a_trained_token_is_refused(folder, make_run):
     assert prepare(left, folder / "cache", lambda text: None).chats[0].trained == 4
 
 
+def test_a_file_of_empty_lines_has_no_samples(folder, make_run):
+    (folder / "chat.jsonl").write_text("\n\n  \n")
+    with pytest.raises(InputError, match=r"chat.jsonl has no samples; name files with content"):
+        prepare(a_run(make_run, folder, folder / "chat.jsonl"), folder / "cache", lambda text: None)
+
+
+@pytest.mark.parametrize(("name", "stated"), [("tokenizer_config.json", "eos_token"), ("config.json", "eos_token_id")])
+def test_documents_end_with_the_token_that_the_model_s_folder_says(folder, make_run, name, stated):
+    lexicon = byte_level(("<|of|>", "<|the_end|>"))
+    lexicon.save(str(folder / "tokenizer.json"))
+    run = make_run(Data(source=str(folder), tokenizer=str(folder)), vocab=400)
+    with pytest.raises(InputError, match=r"none of the usual end tokens"):
+        chat.document_end(run, lexicon)
+    end = lexicon.token_to_id("<|the_end|>")
+    (folder / name).write_text(json.dumps({stated: "<|the_end|>" if stated == "eos_token" else [end]}))
+    assert chat.document_end(run, lexicon) == end
+    (folder / name).write_text(json.dumps({stated: "<|other|>" if stated == "eos_token" else 9999}))
+    with pytest.raises(InputError, match=r"none of the usual end tokens"):
+        chat.document_end(run, lexicon)
+
+
 def test_the_first_sample_and_the_template_are_looked_at_before_anything_starts(folder, make_run):
     file = write_lines(folder / "chat.jsonl", [{"messages": turns("Why?", "")}])
     (found,) = problems(a_run(make_run, folder, file))
@@ -337,6 +367,9 @@ def test_the_first_sample_and_the_template_are_looked_at_before_anything_starts(
     (folder / "chat_template.jinja").write_text("{% if %}")
     (found,) = problems(a_run(make_run, folder, file))
     assert "cannot be used" in found.text
+    (folder / "chat_template.jinja").write_text("\n")  # as transformers saves a template that is ""
+    (found,) = problems(a_run(make_run, folder, file))
+    assert "has no chat template" in found.text
     (folder / "chat_template.jinja").unlink()
     (found,) = problems(a_run(make_run, folder, file))
     assert "has no chat template" in found.text

@@ -46,6 +46,11 @@ MISTAKES = [
     Mistake("train learning_rate=1e-3", "learning_rate is not a key", "here it is called optim.lr"),
     Mistake("train optim.rate=1e-3", "optim.rate has a new name", "write optim.lr"),
     Mistake("train held.every=3", "command line: held has a new name", "write eval"),
+    Mistake(
+        "train faults.live=true plan.replicate=2 plan.powersgd=2",
+        "command line: faults.live cannot be combined with plan.powersgd, which factors",
+        "leave one of them out",
+    ),
     Mistake("train evel.every=3", "command line: evel is not a key", "did you mean eval?"),
     Mistake("train arch.feed_forward=65", "command line: arch.feed_forward is not a key", "here it is called arch.ffn"),
     Mistake("train arch.fff=65", "arch.fff is not a key", "did you mean arch.ffn?"),

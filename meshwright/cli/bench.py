@@ -61,7 +61,8 @@ def add_bench(verb: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         choices=sorted(OPTIMIZERS),
-        help="with --optimizers: this; may be repeated",
+        metavar="NAME",
+        help=f"with --optimizers: this; may be repeated ({', '.join(sorted(OPTIMIZERS))})",
     )
     verb.add_argument(
         "--rates", type=words.count, metavar="N", help="with --optimizers: learning rates that each tries (default 8)"

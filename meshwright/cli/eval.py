@@ -30,9 +30,9 @@ def add_eval(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--data", metavar="PATH", help="as data.source: text or tokens (default: the run's validation samples)"
     )
-    verb.add_argument(
-        "--format", choices=get_args(get_type_hints(Data)["format"]), help="as data.format (default: auto)"
-    )
+    formats = get_args(get_type_hints(Data)["format"])
+    said = f"as data.format: {', '.join(formats)} (default: auto)"
+    verb.add_argument("--format", choices=formats, metavar="FORMAT", help=said)
     verb.add_argument("--field", help="as data.field: where JSON lines and Parquet have the text")
     verb.add_argument(
         "--sequence", type=words.positions, help=f"tokens of a sample (default: the run's, or {SEQUENCE})"

@@ -75,7 +75,8 @@ def add_launch(verb: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     said = Target()
     verb.add_argument("words", nargs="*", metavar="RUN.toml | key=value", help=words.OVERRIDES)
-    verb.add_argument("--on", type=target_named, choices=TARGETS, help="what starts the ranks")
+    starts = f"what starts the ranks: {', '.join(TARGETS)}"
+    verb.add_argument("--on", type=target_named, choices=TARGETS, metavar="TARGET", help=starts)
     verb.add_argument("--out", type=Path, help="where the files go (default: launch/NAME-TARGET)")
     verb.add_argument("--submit", action="store_true", help="submit the job as well")
     verb.add_argument("--folder", type=Path, help="where the run lives (default: runs/NAME-DIGEST)")

@@ -7,7 +7,7 @@ import msgspec
 from meshwright.cli.query import PlanQuery
 from meshwright.cost.layout import LABELS, LedgerEntry
 from meshwright.hardware.cluster import Cluster
-from meshwright.report.plan_charts import short
+from meshwright.report.plan_charts import in_column
 from meshwright.search import explain
 from meshwright.search.best_first import ALIKE, KINDS, Candidate, SearchCounts, SearchResult, kind
 from meshwright.search.explain import NeighbourPrice, SuggestedChange
@@ -189,7 +189,7 @@ def speed(found: Candidate) -> str:
     slow, fast = (price.seconds / each for each in (price.high_seconds, price.low_seconds))
     rate = tokens / price.seconds
     return (
-        f"{short(price.seconds)} s/step ({short(price.low_seconds)} – {short(price.high_seconds)}), "
+        f"{in_column(price.seconds)} s/step ({in_column(price.low_seconds)} – {in_column(price.high_seconds)}), "
         f"{rate:,.0f} tokens/s ({rate * slow:,.0f} – {rate * fast:,.0f}), "
         f"MFU {price.mfu:.1%} ({price.mfu * slow:.1%} – {price.mfu * fast:.1%})"
     )
@@ -206,16 +206,18 @@ def ranking(answer: SearchResult, asked: Question, columns: int | None = None) -
     """The best plans, best first; on a terminal with fewer columns than that takes, figures go below their plan."""
     plans = _distinct(answer, asked)
     width = max(map(len, [*plans, "plan"]))
-    names = f"{'s/step':>8}  {'interval':>13}  {'tokens/s/GPU':>12}  {'MFU':>6}  {'GiB':>6}  {'headroom':>9}"
+    prices = [found.price for found in answer.found]
+    intervals = [f"{in_column(price.low_seconds)} – {in_column(price.high_seconds)}" for price in prices]
+    wide = max(map(len, [*intervals, "interval"]))
+    names = f"{'s/step':>8}  {'interval':>{wide}}  {'tokens/s/GPU':>12}  {'MFU':>6}  {'GiB':>6}  {'headroom':>9}"
     is_narrow = columns is not None and width + len(names) + 6 > columns
     between = f"\n{'':>4}" if is_narrow else "  "
     said: set[str] = set()
     yield from f"{'':>2}  {'plan':<{width}}{between}{names}".splitlines()
-    for place, (found, plan) in enumerate(zip(answer.found, plans, strict=True), 1):
+    for place, (found, plan, interval) in enumerate(zip(answer.found, plans, intervals, strict=True), 1):
         price = found.price
-        interval = f"{short(price.low_seconds)} – {short(price.high_seconds)}"
         figures = (
-            f"{short(price.seconds):>8}  {interval:>13}  "
+            f"{in_column(price.seconds):>8}  {interval:>{wide}}  "
             f"{price.tokens_per_second_per_gpu:>12,.0f}  {price.mfu:>6.1%}  {gib(found.peak_bytes):>6}  "
             f"{gib(found.fit.headroom_bytes):>8}{'?' if found.is_tight else ' '}"
         )
@@ -265,7 +267,7 @@ def neighbours(base: Candidate, others: Iterable[NeighbourPrice]) -> Iterator[st
             yield f"  {each.change:<{width}}  {each.problem}"
             continue
         change = each.seconds / base.price.seconds - 1
-        cost = f"{short(each.seconds):>7} s  {change:>+7.1%}  {gib(each.peak_bytes):>6} GiB"
+        cost = f"{in_column(each.seconds):>7} s  {change:>+7.1%}  {gib(each.peak_bytes):>6} GiB"
         yield f"  {each.change:<{width}}  {cost}" + (f", {each.problem}" if each.problem else "")
 
 
@@ -306,13 +308,13 @@ def waterfall(found: Candidate) -> Iterator[str]:
     """Where the seconds go."""
     price = found.price
     yield (
-        f"time: {short(price.seconds)} s/step ({short(price.low_seconds)} – {short(price.high_seconds)}), "
+        f"time: {in_column(price.seconds)} s/step ({in_column(price.low_seconds)} – {in_column(price.high_seconds)}), "
         f"{price.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, "
         f"MFU {price.mfu:.1%} (attention in full), {price.mfu_causal:.1%} (causal: "
         f"{price.flops_per_second / 1e12:,.0f} TFLOP/s), HFU {price.hfu:.1%}"
     )
     for share in price.waterfall:
-        yield f"  {share.label:<15}{short(share.seconds):>8} s  {share.seconds / price.seconds:>6.1%}  {share.why}"
+        yield f"  {share.label:<15}{in_column(share.seconds):>8} s  {share.seconds / price.seconds:>6.1%}  {share.why}"
 
 
 def missed(misses: Iterable[Candidate], suggestions: Iterable[SuggestedChange], asked: Question) -> Iterator[str]:
@@ -324,7 +326,7 @@ def missed(misses: Iterable[Candidate], suggestions: Iterable[SuggestedChange], 
     for each in suggestions:
         price, headroom = each.found.price, gib(each.found.fit.headroom_bytes)
         plan = found_words(each.found, asked)
-        yield f"  {each.change}: {plan}, {short(price.seconds)} s/step, {headroom} GiB headroom"
+        yield f"  {each.change}: {plan}, {in_column(price.seconds)} s/step, {headroom} GiB headroom"
 
 
 def lasting(span: Duration) -> str:

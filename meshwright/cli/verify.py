@@ -143,7 +143,11 @@ def add_rehearse(verb: argparse.ArgumentParser) -> None:
 
     verb.add_argument("words", nargs="*", metavar="RUN.toml | key=value", help=words.OVERRIDES)
     verb.add_argument(
-        "--fault", choices=FAULTS, default="kill", help="the fault to inject into its last rank (default: kill)"
+        "--fault",
+        choices=FAULTS,
+        default="kill",
+        metavar="FAULT",
+        help=f"the fault to inject into its last rank: {', '.join(FAULTS)} (default: kill)",
     )
     verb.add_argument("--ranks", type=words.count, help="processes to start (default: as train)")
     verb.add_argument("--folder", type=Path, help="where the copies stay (default: a temporary folder)")

@@ -10,7 +10,7 @@ from meshwright.cli import options as words
 from meshwright.cli import plan_tables as tables
 from meshwright.cli.options import show
 from meshwright.cli.plan import TOP, answer_record, nothing_fits, searched
-from meshwright.cli.plan_tables import as_record, found_words, short
+from meshwright.cli.plan_tables import as_record, found_words, in_column
 from meshwright.cli.query import PlanQuery, default_precision, put
 from meshwright.config import check, presets
 from meshwright.hardware.cluster import cluster
@@ -52,7 +52,7 @@ def what_if(options: argparse.Namespace) -> int:
         lines.append("same plan: no longer legal")
     else:
         other = "" if same.plan == first.plan else f"{found_words(same, question)}: "
-        seconds = f"{short(same.price.seconds)} s/step ({same.price.seconds / first.price.seconds:.2f} ×)"
+        seconds = f"{in_column(same.price.seconds)} s/step ({same.price.seconds / first.price.seconds:.2f} ×)"
         misfit = "" if same.fits is not False else ", does not fit"
         lines += [f"same plan: {other}{seconds}, {gib(same.peak_bytes)} GiB{misfit}", *_shifts(first, same)]
     if not then.found:
@@ -121,7 +121,7 @@ def _same(base: Candidate, question: Question, changed: Question) -> Candidate |
 
 def _summary(found: Candidate, asked: Question) -> str:
     plan = found_words(found, asked)
-    return f"{plan}: {short(found.price.seconds)} s/step, {gib(found.peak_bytes)} GiB"
+    return f"{plan}: {in_column(found.price.seconds)} s/step, {gib(found.peak_bytes)} GiB"
 
 
 def _shifts(base: Candidate, other: Candidate) -> Iterator[str]:
@@ -131,7 +131,7 @@ def _shifts(base: Candidate, other: Candidate) -> Iterator[str]:
     change = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in {*before, *after}}
     for name in sorted(change, key=lambda name: -abs(change[name]))[:3]:
         if abs(change[name]) >= explain.SMALL * base.price.seconds:
-            by = f"{'+' if change[name] > 0 else '-'}{short(abs(change[name]))} s"
+            by = f"{'+' if change[name] > 0 else '-'}{in_column(abs(change[name]))} s"
             yield f"           {by} {name.replace('_', ' ')}{reasons.get(name, '')}"
 
 

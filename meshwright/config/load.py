@@ -265,7 +265,9 @@ def _lines(text: str) -> dict[str, int]:
             prefix = _plain(table["table"]) + "."
             found.setdefault(prefix[:-1], number)
         elif key := _KEY.match(line):
-            found.setdefault(prefix + _plain(key["key"]), number)
+            parts = (prefix + _plain(key["key"])).split(".")
+            for depth in range(1, len(parts) + 1):  # a dotted key begins its tables too
+                found.setdefault(".".join(parts[:depth]), number)
     return found
 
 
@@ -304,8 +306,10 @@ def _apply(overrides: Iterable[str], table: Table, origins: Origins) -> Iterator
             continue
         *sections, last = key.removeprefix("--").split(".")
         inner = table
-        for section in sections:
+        for depth, section in enumerate(sections, start=1):
             inner = inner.setdefault(section, {})
+            if (name := ".".join(sections[:depth])) not in known:  # a table that no run has is a problem as a whole
+                origins.setdefault(name, "command line")
             if not isinstance(inner, dict):
                 break
         if not isinstance(inner, dict):

@@ -52,8 +52,23 @@ ELSEWHERE = {
     "num_layers": "arch.layers",
     "n_head": "arch.heads",
     "n_embd": "arch.hidden",
+    "num_hidden_layers": "arch.layers",
+    "num_attention_heads": "arch.heads",
+    "num_key_value_heads": "arch.kv_heads",
+    "n_kv_heads": "arch.kv_heads",
     "hidden_size": "arch.hidden",
+    "d_model": "arch.hidden",
     "dim": "arch.hidden",
+    "feed_forward": "arch.ffn",
+    "intermediate_size": "arch.ffn",
+    "ffn_hidden_size": "arch.ffn",
+    "n_inner": "arch.ffn",
+    "d_ff": "arch.ffn",
+    "max_position_embeddings": "arch.context",
+    "n_positions": "arch.context",
+    "num_experts": "arch.experts",
+    "num_local_experts": "arch.experts",
+    "num_experts_per_tok": "arch.top_k",
     "post_norm": "arch.norm_position",
     "pre_norm": "arch.norm_position",
     "model": "arch.preset",
@@ -187,7 +202,8 @@ def unknown(key: str, siblings: list[str], value: Any = None) -> Problem:
         return Problem(f"{key} is not a key", f"here it is called {ELSEWHERE[last]}", key)
     if about := topic(key) or topic(last):
         return Problem(f"{key} is not a key", ADVICE[about], key)
-    near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
+    names = {sibling.rsplit(".", 1)[-1]: sibling for sibling in siblings}  # their table's name would make all alike
+    near = [names[name] for name in difflib.get_close_matches(last, names, n=1, cutoff=0.6)]
     near = near or [other for other in everything if other.rsplit(".", 1)[-1] == last]
     near = near or difflib.get_close_matches(key, everything, n=1, cutoff=0.6)
     remedy = f"did you mean {' or '.join(near)}?" if near else "`meshwright config schema` lists every key"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from decimal import Decimal
 from itertools import accumulate, pairwise
 
 import msgspec
@@ -162,8 +163,13 @@ def ticks(high: float, low: float = 0.0, most: int = 6) -> list[float]:
 
 
 def short(value: float) -> str:
-    """Three digits, never a power of ten."""
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    """Three digits at most, never a power of ten."""
+    return f"{Decimal(f'{value:.3g}'):f}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def in_column(value: float) -> str:
+    """Three digits, zeros at the end too, so that figures below each other are as exact; never a power of ten."""
+    return f"{Decimal(f'{value:#.3g}'):f}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 class Terminal(msgspec.Struct, frozen=True, kw_only=True):

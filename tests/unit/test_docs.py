@@ -371,6 +371,15 @@ def test_the_planners_answers_on_a_page_are_todays(path, name, desk, capsys):
     pages.agree(page, name, "\n".join(["```", *lines, "```"]))
 
 
+def test_the_answer_about_a_slow_network_is_lossy_as_its_page_says(capsys):
+    page = (ROOT / "docs" / "communication.md").read_text()
+    (command,) = re.findall(r"^meshwright (plan .*--vary communication)$", page, re.MULTILINE)
+    assert main.main(shlex.split(command)) == 0
+    (best,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("best then: ")]
+    assert best.startswith("best then: replicate=2 ")
+    assert re.findall(r"powersgd=\d+", best) == re.findall(r"`(powersgd=\d+)` between", page)
+
+
 def test_every_key_that_the_glossary_names_is_one():
     keys = set(
         re.findall(r"`((?:arch|data|faults|goal|init|optim|plan)\.\w+)", (ROOT / "docs" / "glossary.md").read_text())

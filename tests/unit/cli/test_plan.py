@@ -594,3 +594,17 @@ def test_a_budget_is_resolved_where_a_run_is_shown(capsys):
     shown = json.loads(capsys.readouterr().out)
     assert shown["run"]["plan"]["recompute"] != "none"
     assert shown["origins"]["plan.recompute"] == "derived: goal.memory_gib"
+
+
+def test_times_below_each_other_have_three_digits_and_stand_in_line(capsys):
+    ranking, rest = told(capsys, "plan gpt2 --cluster 64xh100 --sequence 1024 --batch 512 --top 3").split(
+        "Times within"
+    )
+    heads, *rows = [line for line in ranking.splitlines() if re.match(r" *(plan|\d) ", line)]
+    assert len(rows) == 3
+    for row in rows:
+        assert len(re.findall(r"0\.0[1-9]\d\d\b", row)) == 3
+        assert row.index("%") + 1 == heads.index("MFU") + 3
+    times = re.findall(r"^  \S.* ([\d.]+) s  +[+-]\d", rest, re.MULTILINE)
+    assert len(times) > 5
+    assert all(len(time.replace(".", "").lstrip("0")) == 3 for time in times)

@@ -1,4 +1,7 @@
+import pytest
+
 from meshwright.cost.simulate import even_cost, play
+from meshwright.report import plan_charts
 from meshwright.report.plan_charts import (
     NAMES,
     WIDEST,
@@ -95,3 +98,20 @@ def test_a_pipeline_has_a_lane_for_each_rank():
     text = "\n".join(charts(pictures(), Terminal(columns=100)))
     assert all(f"rank {rank}" in text for rank in range(4))
     assert "27.3% idle" in text  # (p − 1) ÷ (m + p − 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "short", "in_column"),
+    [
+        (0.3, "0.3", "0.300"),
+        (0.0000123, "0.0000123", "0.0000123"),
+        (91.0, "91", "91.0"),
+        (100.2, "100", "100"),
+        (999.7, "1000", "1000"),
+        (-1234.5, "-1234", "-1234"),
+        (0.0, "0", "0.00"),
+    ],
+)
+def test_three_digits_are_never_a_power_of_ten(value, short, in_column):
+    assert plan_charts.short(value) == short
+    assert plan_charts.in_column(value) == in_column

@@ -84,6 +84,9 @@ def traced(*words: str, rank: int | None = None) -> TraceReport:
         ("plan.replicate=2", "plan.shard=2", "plan.zero=3", "plan.grad_reduce=int8", "plan.gather=int8"),
         ("plan.shard=4", "plan.zero=3", "plan.secondary_shard=2", "plan.precision=bf16"),
         ("plan.shard=4", "plan.zero=3", "plan.grad_reduce=int8", "plan.grad_reduce_node=2"),
+        ("plan.replicate=2", "plan.shard=2", "plan.zero=3", "plan.tp=2", "plan.powersgd=2"),
+        ("plan.shard=2", "plan.zero=3", "plan.tp=2", "optim.name=muon"),
+        ("plan.shard=2", "plan.zero=3", "plan.tp=2", "adapter.kind=dora", "adapter.dropout=0.1"),
     ],
     ids=" ".join,
 )

@@ -101,6 +101,12 @@ def test_the_trainer_sends_and_holds_what_was_planned(words):
     assert found.calls
 
 
+def test_norms_that_ranks_of_tp_share_save_what_each_layer_was_planned_to():
+    words = ("plan.tp=2", "arch.qk_norm=full", "batch=8", "arch.ffn=512")
+    few, more = (traced(*words, f"arch.layers={layers}").held[-1] for layers in (2, 4))
+    assert more.traced - few.traced == pytest.approx(more.planned - few.planned, rel=0.01)
+
+
 def test_a_thousand_ranks_are_traced_as_one():
     found = traced("plan.shard=8", "plan.replicate=128", "plan.zero=3", "batch=1024", "arch.layers=2", "sequence=64")
     assert (found.world, found.refused) == (1024, "")

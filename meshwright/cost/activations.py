@@ -474,6 +474,8 @@ def _inner_norms(work: MicrobatchShape) -> float:
     if arch.qk_norm == "layer":  # its input and two numbers of each head, and what its weight multiplies
         statistics = 2 * heads * (work.accum_bytes if work.fused_norm else work.compute_bytes)
         return 2 * (queries + keys) * work.compute_bytes + statistics
+    if arch.qk_norm == "full" and work.tp > 1:  # ranks sum squares of their parts, by several operations
+        return 2 * (queries + keys) * work.accum_bytes + heads * work.accum_bytes
     return _rms_saved(work, queries + keys, heads, work.compute_bytes)
 
 

@@ -193,6 +193,15 @@ class FirstValues:
         return self.folder.tensor(weight.name).to(self.device)
 
 
+def begin_draws(chunk: nn.Module, run: Run, device: torch.device) -> None:
+    """Let modules that draw in training, dropout and routers, draw by the seed and their names."""
+    for name, module in chunk.named_modules():
+        if isinstance(module, (MoELayer, lora.LoraLinear)):
+            module.begin(run.seed, name, device)
+        elif isinstance(module, Dropout):
+            module.begin(run.seed, name)
+
+
 def initialise(
     chunk: nn.Module, run: Run, device: torch.device, take: Callable[[nn.Parameter, Tensor], None] | None = None
 ) -> None:
@@ -202,11 +211,7 @@ def initialise(
     """
     folder = open_folder(run.init.folder, run.arch.mtp_layers) if run.init.folder else None
     values = FirstValues(run, folder, device)
-    for name, module in chunk.named_modules():
-        if isinstance(module, (MoELayer, lora.LoraLinear)):
-            module.begin(run.seed, name, device)
-        elif isinstance(module, Dropout):
-            module.begin(run.seed, name)
+    begin_draws(chunk, run, device)
     for param in buffers(run.arch):
         if (buffer := learned_buffers(chunk, run.arch).get(param.name)) is not None:
             buffer.zero_() if folder is None else buffer.copy_(folder.tensor(param.name))

@@ -50,6 +50,7 @@ from meshwright.parallel.expert import ExpertRoute, route_of, slotted
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_spec import DECODER
 from meshwright.spec.plan import Plan
+from meshwright.train.build import begin_draws
 from meshwright.train.step import ForwardBackward, choose
 from meshwright.verify.collectives import Calls, implied, observing, ranks_of
 
@@ -287,13 +288,26 @@ def fake_world(plan: Plan, rank: int, apart: bool = False) -> Iterator[Mesh]:
     assert not dist.is_initialized(), "a real world would be taken for the fake one"
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world)
     try:
-        with patch.object(dist, "all_to_all_single", partial(_all_to_all, dist.all_to_all_single)):
+        with (
+            patch.object(dist, "all_to_all_single", partial(_all_to_all, dist.all_to_all_single)),
+            patch.object(Mesh, "over_shard_and_tp", _grouped_really(Mesh.over_shard_and_tp)),
+        ):
             yield mesh.make(plan, torch.device("cpu"), apart)
     finally:
         dist.destroy_process_group()
         # What DTensor remembers of meshes: an equal one of the next world has other groups under the same names.
         debug._clear_sharding_prop_cache()
         getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # which torch 2.11 may not have
+
+
+def _grouped_really(grouped: Callable[..., dist.ProcessGroup]) -> Callable[..., dist.ProcessGroup]:
+    """Groups that are made when they are first asked for, in the middle of a step: ranks have values even here."""
+
+    def group(*asked: Any) -> dist.ProcessGroup:
+        with unset_fake_temporarily():
+            return grouped(*asked)
+
+    return group
 
 
 def _all_to_all(
@@ -363,6 +377,7 @@ class _Step:
         for chunk in chunks:
             chunk.to_empty(device=mesh.device)
             chunk.train()
+            begin_draws(chunk, run, mesh.device)
         precision.attach(chunks, run.plan)
         master_weights.attach(chunks, run)
         self.frozen = [weight for chunk in chunks for weight in chunk.parameters() if not weight.requires_grad]

@@ -84,6 +84,9 @@ def traced(*words: str, rank: int | None = None) -> TraceReport:
         ("plan.replicate=2", "plan.shard=2", "plan.zero=3", "plan.grad_reduce=int8", "plan.gather=int8"),
         ("plan.shard=4", "plan.zero=3", "plan.secondary_shard=2", "plan.precision=bf16"),
         ("plan.shard=4", "plan.zero=3", "plan.grad_reduce=int8", "plan.grad_reduce_node=2"),
+        ("plan.replicate=2", "plan.shard=2", "plan.zero=3", "plan.tp=2", "plan.powersgd=2"),
+        ("plan.shard=2", "plan.zero=3", "plan.tp=2", "optim.name=muon"),
+        ("plan.shard=2", "plan.zero=3", "plan.tp=2", "adapter.kind=dora", "adapter.dropout=0.1"),
     ],
     ids=" ".join,
 )
@@ -96,6 +99,12 @@ def test_the_trainer_sends_and_holds_what_was_planned(words):
     # In a model this small single buffers of one block weigh more than the tenth that a trace allows.
     assert peak.traced == pytest.approx(peak.planned, rel=0.2)
     assert found.calls
+
+
+def test_norms_that_ranks_of_tp_share_save_what_each_layer_was_planned_to():
+    words = ("plan.tp=2", "arch.qk_norm=full", "batch=8", "arch.ffn=512")
+    few, more = (traced(*words, f"arch.layers={layers}").held[-1] for layers in (2, 4))
+    assert more.traced - few.traced == pytest.approx(more.planned - few.planned, rel=0.01)
 
 
 def test_a_thousand_ranks_are_traced_as_one():

@@ -234,7 +234,7 @@ def of_full_disk(places: Sequence[Path]) -> Failure:
 
 
 def of_fork_server(words: str, folder: Path, is_lost: bool) -> Failure:
-    """No rank could be started; `is_lost`: because somebody ended the process that forks them, and ended the next."""
+    """No rank could be started; `is_lost`: because somebody ended the process that forks them, time and again."""
     last = words.strip().splitlines()
     return Failure(
         kind="killed" if is_lost else "error",

@@ -531,15 +531,16 @@ class Supervisor:
             self.server.close()
             self.server = self.fork_server()
         orders = [self.order_of(rank, meeting, start) for rank in ranks]
-        try:
-            return self.server.start(orders)
-        except ForkServerError as error:
-            if not error.is_lost:
-                raise
-            self.say(f"warning: {error}; another is started")
-            self.server.close()
-            self.server = self.fork_server()
-            return self.server.start(orders)
+        for left in reversed(range(self.run.faults.restarts + 1)):
+            try:
+                return self.server.start(orders)
+            except ForkServerError as error:
+                if not error.is_lost or not left:
+                    raise
+                self.say(f"warning: {error}; another is started")
+                self.server.close()
+                self.server = self.fork_server()
+        raise AssertionError("the last of them returns or raises")
 
     def order_of(self, rank: int, meeting: Path, start: int) -> RankSpec:
         """What a rank is told."""

@@ -75,10 +75,10 @@ def discard(remote: RemoteFolder, step: int) -> None:
 
 
 def retire(remote: RemoteFolder, run_folder: Path, setting: Checkpoint) -> None:
-    """Keep there what is kept here."""
+    """Keep there what is kept here, and nothing of a copy whose sender was killed."""
     steps = remote.saved_steps()
     best = best_step(run_folder, steps) if setting.keep_best else None
-    for step in format.superfluous(steps, setting, best):
+    for step in [*format.superfluous(steps, setting, best), *remote.cut_short()]:
         discard(remote, step)
 
 
@@ -167,7 +167,7 @@ class Mirror:
                 (step, folder), self.waiting, self.busy = self.waiting, None, True
                 self.step = step
             try:
-                send(self.remote, self.folder, folder, step, self._count)
+                self._send(step, folder)
                 self.newest = step
                 retire(self.remote, self.folder, self.setting)
             except Exception as error:  # each store has errors of its own, and none is a reason to stop training
@@ -178,6 +178,15 @@ class Mirror:
                 with self.wake:
                     self.busy = False
                     self.wake.notify_all()
+
+    def _send(self, step: int, folder: Path) -> None:
+        """Send a step; what is there of one that fails goes, so that a store that is full has room for the next."""
+        try:
+            send(self.remote, self.folder, folder, step, self._count)
+        except Exception:
+            with suppress(Exception):  # it is tried again beside the next step that is there
+                discard(self.remote, step)
+            raise
 
     def _fail(self, step: int, why: str) -> None:
         failure = CopyFailure(step=step, text=f"{format.name(step)} was not copied to {self.remote.address}: {why}")

@@ -209,7 +209,7 @@ def collect(stump: Path, ranks: Sequence[int], abandoned: threading.Event, kind:
             content = storage.read_small(stump, name, format.BYTES_A_CHUNK)
             try:
                 parts.append(msgspec.json.decode(content, type=kind))
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise CorruptError([Damage(file=str(stump / name), text=f"is not a rank's note: {error}")]) from None
         elif abandoned.is_set():
             raise AbandonedError(f"rank {ranks[len(parts)]} did not write its part")

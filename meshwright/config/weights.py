@@ -164,7 +164,7 @@ def _note(file: Path) -> AdapterNote | None:
         return None
     try:
         return msgspec.json.decode(file.read_bytes(), type=AdapterNote)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise mistake(
             f"{file} cannot be read: {error}", "copy the folder again, or convert a step of its run"
         ) from None
@@ -179,7 +179,7 @@ def note_of(run: Mapping[str, Any], folder: Path) -> AdapterNote | None:
     if adapter.kind == "none":
         return None
     digest = ""
-    with suppress(OSError, msgspec.DecodeError):
+    with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
         digest = msgspec.json.decode((folder / BASE).read_bytes(), type=BaseDigest).digest
     return AdapterNote(adapter=adapter, base=base, seed=seed, digest=digest)
 
@@ -207,8 +207,9 @@ def best_step(run: Path, steps: Iterable[int]) -> int | None:
     with suppress(FileNotFoundError), open(run / RECORDS, "rb") as lines:
         for line in lines:
             if b'"held"' in line and line.endswith(b"}\n"):
-                one = msgspec.json.decode(line, type=ValidationLine)
-                losses[one.step] = math.inf if one.loss is None else one.loss  # the last of a step is of its weights
+                with suppress(msgspec.DecodeError, UnicodeDecodeError):
+                    one = msgspec.json.decode(line, type=ValidationLine)
+                    losses[one.step] = math.inf if one.loss is None else one.loss  # the last is of a step's weights
     known = [step for step in steps if losses.get(step, math.inf) < math.inf]
     return min(known, key=lambda step: losses[step], default=None)
 

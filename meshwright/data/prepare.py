@@ -383,7 +383,7 @@ def _chat(run: Run, text: Listing, lexicon: TokenizerInfo, folder: Path, say: Sa
     made = once(folder / name, write, say)
     try:
         report = msgspec.json.decode((made / "chat.json").read_bytes(), type=ChatReport)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         raise mistake(f"{made} has no readable chat.json", f"delete {made}: it is made again") from None
     return shards.open_masked(made), report
 
@@ -581,7 +581,7 @@ def _fetched(piece: TokenPiece, store: RemoteFolder, say: Say) -> bool:
             return False
     try:
         once(piece.folder, lambda made: remote.get_piece(piece.folder.name, store, made), say)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         say(f"warning: {words_of(error)}; the piece is made here")
         with telling(store.address):
             remote.drop_piece(piece.folder.name, store)  # another is put in its place

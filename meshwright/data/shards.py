@@ -168,7 +168,7 @@ def open_folder(folder: Path) -> Shard:
     try:
         meta = msgspec.json.decode((folder / "meta.json").read_bytes(), type=Meta)
         dtype = np.dtype({"<u2": "<u2", "<u4": "<u4"}[meta.dtype])
-    except (OSError, KeyError, msgspec.MsgspecError):
+    except (OSError, KeyError, msgspec.MsgspecError, UnicodeDecodeError):
         raise _broken(folder, "has no readable meta.json") from None
     if meta.version != VERSION:
         raise _broken(folder, f"was written as version {meta.version}, this is version {VERSION}")

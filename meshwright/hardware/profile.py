@@ -109,6 +109,6 @@ def read_profile(path: Path) -> Profile:
     except OSError as error:
         remedy = f"measure one first: meshwright bench --probe --out {path}"
         raise mistake(f"there is no profile {path}: {error.strerror}", remedy, "profile") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         remedy = "give a file that the probe wrote, or correct it"
         raise mistake(f"{path} is not a machine profile: {error}", remedy, "profile") from error

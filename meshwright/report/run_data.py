@@ -18,7 +18,7 @@ from meshwright.config.weights import CHECKPOINTS, RUN, SUMMARY, present
 from meshwright.cost.goodput import kept
 from meshwright.runtime import failure
 from meshwright.runtime.failure import Failure
-from meshwright.runtime.records import CommandRecord, Record, StepRecord, read_line
+from meshwright.runtime.records import CommandRecord, Record, StepRecord, read_lines
 from meshwright.spec.problem import InputError, Problem
 from meshwright.spec.units import plural
 
@@ -172,16 +172,17 @@ def rank_files(folder: Path) -> dict[int, Path]:
 
 def read(file: Path) -> RankRecords:
     """Every record of a file."""
-    records: list[Record] = []
-    damaged, cut = 0, False
-    for text in _texts(file):
-        if not text.endswith(b"\n"):
-            cut = True
-            continue
-        try:
-            records.append(read_line(text))
-        except (msgspec.MsgspecError, AttributeError, TypeError):  # no JSON, no object, or none of ours
-            damaged += 1
+    cut = False
+
+    def whole() -> Iterator[bytes]:
+        nonlocal cut
+        for text in _texts(file):
+            if text.endswith(b"\n"):
+                yield text
+            else:
+                cut = True
+
+    records, damaged = read_lines(whole())
     return RankRecords(records=records, damaged=damaged, cut=cut)
 
 
@@ -207,7 +208,7 @@ def _rank_steps(file: Path) -> Iterator[RankLine]:
     """The steps of a rank whose file is not read in full; lines that are damaged are left out."""
     decoder = msgspec.json.Decoder(RankLine)
     for text in _texts(file):
-        with contextlib.suppress(msgspec.MsgspecError):
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
             if (line := decoder.decode(text)).kind == "step":
                 yield line
 
@@ -343,7 +344,7 @@ def _json(file: Path, kind: type[Value], notes: list[str], without: str) -> Valu
         notes.append(f"{file.name} is missing: {without}")
     except OSError as error:
         notes.append(f"{file.name} cannot be read ({error.strerror}): {without}")
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         notes.append(f"{file.name} is damaged ({error}): {without}")
     return None
 
@@ -351,7 +352,7 @@ def _json(file: Path, kind: type[Value], notes: list[str], without: str) -> Valu
 def _failures(path: Path, notes: list[str]) -> tuple[Failure, ...]:
     try:
         return tuple(sorted(failure.read(path), key=lambda each: each.at))
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         notes.append(f"the failure report of a rank (failure.rank*.json) is damaged: {error}")
         return ()
 

@@ -79,7 +79,7 @@ class Errand:
             return None
         try:
             return msgspec.json.decode((self.folder / RESULT).read_bytes(), type=Result)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return Result(state="failed", name="", code=self.process.returncode, seconds=0.0)
 
     def stop(self) -> Result:

@@ -233,15 +233,16 @@ def of_full_disk(places: Sequence[Path]) -> Failure:
     )
 
 
-def of_fork_server(words: str, folder: Path) -> Failure:
-    """No rank could be started."""
+def of_fork_server(words: str, folder: Path, is_lost: bool) -> Failure:
+    """No rank could be started; `is_lost`: because somebody ended the process that forks them, time and again."""
     last = words.strip().splitlines()
     return Failure(
-        kind="error",
-        code=Exit.FAILED,
+        kind="killed" if is_lost else "error",
+        code=Exit.RESUMABLE if is_lost else Exit.FAILED,
         what=f"the ranks could not be started: {last[-1] if last else 'no word of why'}",
-        where=f"{socket.gethostname()}, before the first step",
-        remedy="see the log; `python -c 'import torch'` may tell as much",
+        where=f"{socket.gethostname()}, as ranks were started",
+        cause="too little memory, or somebody's signal" if is_lost else "",
+        remedy=AGAIN if is_lost else "see the log; `python -c 'import torch'` may tell as much",
         details=str(folder / "logs" / "fork_server.txt"),
     )
 

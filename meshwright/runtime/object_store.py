@@ -123,9 +123,20 @@ class RemoteFolder:
 
     def saved_steps(self) -> list[int]:
         """The steps whose manifest is there, oldest first: it is sent last."""
-        places = (name.split("/") for name in self.names(CHECKPOINTS))
-        steps = (STEP.fullmatch(place[1]) for place in places if len(place) == 3 and place[2] == MANIFEST)
-        return sorted(int(step[1]) for step in steps if step)
+        return sorted(step for step, names in self._steps().items() if MANIFEST in names)
+
+    def cut_short(self) -> list[int]:
+        """Steps of which there is something, and no manifest."""
+        return sorted(step for step, names in self._steps().items() if MANIFEST not in names)
+
+    def _steps(self) -> dict[int, set[str]]:
+        """The files of each step."""
+        found: dict[int, set[str]] = {}
+        for name in self.names(CHECKPOINTS):
+            place = name.split("/")
+            if len(place) == 3 and (step := STEP.fullmatch(place[1])):
+                found.setdefault(int(step[1]), set()).add(place[2])
+        return found
 
     def owner(self, step: int) -> str:
         """The digest of the run that saved a step, by its manifest, which is not checked here; "" if it is damaged."""

@@ -29,17 +29,25 @@ import msgspec
 
 from meshwright.runtime.failure import ASKS, Failure, FailureError
 from meshwright.runtime.files import Speaker
+from meshwright.runtime.heartbeat import STOPPED
+from meshwright.runtime.heartbeat import process as process_of
 from meshwright.runtime.place import Place, RankSpec, cores, local
 
 SET_PARENT_DEATH_SIGNAL, SET_NAME, SET_CHILD_SUBREAPER = 1, 15, 36  # of Linux's prctl
 START_SECONDS = 300.0  # importing torch from a cold and crowded disk
+LOOK_SECONDS = 0.5
+STOPPED_SECONDS = 5.0  # after which nobody is expected to let a stopped fork server go on
 SOON = 0.3  # seconds in which the victims of a first failure fall
 SERVER = multiprocessing.get_context("forkserver")
 Work = Callable[..., None]  # (place, *args), to be found by its name in a module
 
 
 class ForkServerError(RuntimeError):
-    """The fork server ended, or did not answer."""
+    """The fork server ended, or did not answer; `is_lost`: by no doing of its own, so that another may do better."""
+
+    def __init__(self, words: str, is_lost: bool = False) -> None:
+        super().__init__(words)
+        self.is_lost = is_lost
 
 
 class ForkServer:
@@ -70,13 +78,21 @@ class ForkServer:
 
     def start(self, orders: Sequence[RankSpec]) -> dict[int, int]:
         """Fork a rank for each order; their process numbers, by rank."""
-        for order in orders:
-            self._tell(msgspec.json.encode(order))
-        return {order.place.rank: self._answer(order.place.rank) for order in orders}
+        started = dict[int, int]()
+        try:
+            for order in orders:
+                self._tell(msgspec.json.encode(order))
+            for order in orders:
+                started[order.place.rank] = self._answer(order.place.rank)
+        except ForkServerError:
+            Ranks(started).end()  # nobody else knows of them
+            raise
+        return started
 
     def rest(self) -> None:
-        """The ranks are at work: fetch what a restart will want."""
-        self._tell(b"rest")
+        """The ranks are at work: fetch what a restart will want. One that is gone is seen when it is needed."""
+        with contextlib.suppress(ForkServerError):
+            self._tell(b"rest")
 
     def is_alive(self) -> bool:
         return self.process.poll() is None
@@ -99,22 +115,35 @@ class ForkServer:
             self.process.stdin.write(line + b"\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            raise ForkServerError(self._log_tail()) from None
+            raise self._lost() from None
 
     def _answer(self, rank: int) -> int:
-        text = b""
+        text, deadline, stopped = b"", time.monotonic() + START_SECONDS, 0.0
         while not text.endswith(b"\n"):
-            ready, _, _ = select.select([self.answers], [], [], START_SECONDS)
-            letter = os.read(self.answers, 1) if ready else b""
+            ready, _, _ = select.select([self.answers], [], [], LOOK_SECONDS)
+            if not ready:
+                if self.process.poll() is not None:  # the ranks that it has forked hold its end of the pipe open
+                    raise self._lost()
+                stopped = stopped + LOOK_SECONDS if process_of(self.process.pid)[0] in STOPPED else 0.0
+                if stopped < STOPPED_SECONDS and time.monotonic() < deadline:
+                    continue
+                self.process.kill()
+                what = "was stopped by a signal" if stopped else f"did not answer for {START_SECONDS:.0f} s"
+                raise ForkServerError(f"the fork server {what}", is_lost=bool(stopped))
+            letter = os.read(self.answers, 1)
             if not letter:
-                raise ForkServerError(self._log_tail())
+                raise self._lost()
             text += letter
         said, pid = (int(word) for word in text.split())
         assert said == rank, "orders are answered in turn"
         return pid
 
-    def _log_tail(self) -> str:
-        return tail(self.log) or f"the fork server ended with {self.process.poll()}; see {self.log}"
+    def _lost(self) -> ForkServerError:
+        """Why it does not answer any more: what it said last, or the signal that ended it."""
+        code = self.process.wait()  # whose pipes are closed has ended but for a moment
+        if code < 0:
+            return ForkServerError(f"the fork server was ended by {signal.Signals(-code).name}", is_lost=True)
+        return ForkServerError(tail(self.log) or f"the fork server ended with {code}; see {self.log}")
 
 
 class Ranks:

@@ -1,6 +1,7 @@
 """Records: measured facts as JSON lines, written by the trainer, read by everything else."""
 
 import math
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -188,3 +189,14 @@ def read_line(text: bytes) -> Record:
         values = msgspec.json.decode(text)
         lost = {name: math.nan for name in ("loss", "norm") if values.get(name, 0.0) is None}
         return msgspec.convert(values | lost, Record)
+
+
+def read_lines(texts: Iterable[bytes]) -> tuple[list[Record], int]:
+    """Lines as records, and how many are none: a disk that lost power may give back what was never written."""
+    found, damaged = list[Record](), 0
+    for text in texts:
+        try:
+            found.append(read_line(text))
+        except (msgspec.MsgspecError, UnicodeDecodeError, AttributeError, TypeError):  # none of ours
+            damaged += 1
+    return found, damaged

@@ -393,7 +393,9 @@ def document_tokens(target: Path) -> float | None:
     file = (target if target.is_dir() else target.parent) / DATA
     if not target.exists() or not file.is_file():
         return None
-    facts = [fact for fact in msgspec.json.decode(file.read_bytes()) if isinstance(fact, dict)]
+    facts: list[dict[str, Any]] = []
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        facts = msgspec.json.decode(file.read_bytes(), type=list[dict[str, Any]])
     documents = sum(fact.get("documents", 0) for fact in facts)
     return sum(fact.get("tokens", 0) for fact in facts) / documents if documents else None
 
@@ -413,7 +415,7 @@ def read_summary(folder: Path) -> Summary | None:
         lost = {name: math.nan for name in ("first_loss", "loss") if values.get(name, 0.0) is None}
         renamed = {"validation_loss": values[FORMER_LOSS]} if FORMER_LOSS in values else {}
         return msgspec.convert(renamed | values | lost | {"folder": str(folder)}, Summary)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         remedy = "delete it to resume from the newest checkpoint, or add --fresh to set the run aside"
         raise mistake(f"{file} is damaged: {error}", remedy) from None
 

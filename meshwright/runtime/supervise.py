@@ -399,7 +399,7 @@ class Supervisor:
             try:
                 report = self._attempt()
             except ForkServerError as error:
-                return failure.of_fork_server(str(error), self.folder)
+                return failure.of_fork_server(str(error), self.folder, error.is_lost)
             if report is None:
                 return None
             report = self._noted(report)
@@ -530,7 +530,17 @@ class Supervisor:
         if not self.server.is_alive():
             self.server.close()
             self.server = self.fork_server()
-        return self.server.start([self.order_of(rank, meeting, start) for rank in ranks])
+        orders = [self.order_of(rank, meeting, start) for rank in ranks]
+        for left in reversed(range(self.run.faults.restarts + 1)):
+            try:
+                return self.server.start(orders)
+            except ForkServerError as error:
+                if not error.is_lost or not left:
+                    raise
+                self.say(f"warning: {error}; another is started")
+                self.server.close()
+                self.server = self.fork_server()
+        raise AssertionError("the last of them returns or raises")
 
     def order_of(self, rank: int, meeting: Path, start: int) -> RankSpec:
         """What a rank is told."""

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 
 from meshwright.checkpoint.write import first_words, number_of_first
@@ -24,7 +26,7 @@ from meshwright.train.saving import Say
 WAIT_SECONDS = 600.0  # for room
 AGAIN_SECONDS = 15.0  # until the next try, if nothing is seen to have changed: quotas are not seen
 LOOK_SECONDS = 0.5  # far below what a watcher takes for a hang
-WAIT, TRY, LEAVE = range(3)
+WAIT, TRY, LEAVE = range(3)  # of all ranks' answers the largest counts
 
 
 def surely(what: str, write: Callable[[], None], folder: Path, step: int, mesh: Mesh, stop: Stop, say: Say) -> None:
@@ -67,10 +69,18 @@ def _worth_another_try(folder: Path, deadline: float, mesh: Mesh, stop: Stop) ->
             answer = LEAVE
         elif free_bytes(folder) > free or time.monotonic() - began > AGAIN_SECONDS:
             answer = TRY
-        answer = number_of_first(answer, mesh)  # together: who waits in a collective for long is taken for hung
+        answer = _largest(answer, mesh)  # together: who waits in a collective for long is taken for hung
         if answer != WAIT:
             return answer == TRY
         time.sleep(LOOK_SECONDS)
+
+
+def _largest(answer: int, mesh: Mesh) -> int:
+    """Of all ranks, any of which may have been asked to end."""
+    agreed = torch.tensor(answer, device=mesh.device)
+    if mesh.world > 1:
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+    return int(agreed.item())
 
 
 def free_bytes(folder: Path) -> int:

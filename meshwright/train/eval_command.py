@@ -18,7 +18,7 @@ from meshwright.config.weights import MODEL
 from meshwright.runtime import errand
 from meshwright.runtime.errand import Errand, Order, Result
 from meshwright.runtime.files import printable
-from meshwright.runtime.records import CommandRecord, line, read_line
+from meshwright.runtime.records import CommandRecord, line, read_lines
 
 EVALS = "evals"  # in a run's folder, a folder a step: what commands said and wrote
 EXPORT, COMMAND = "export", "command"  # what is run, and the names of what each said
@@ -79,7 +79,7 @@ def is_owed(run: Run, folder: Path) -> bool:
 def has_ended(folder: Path, step: int) -> bool:
     """Whether the command of a step has ended by itself, or has had its time, by the records of whoever led."""
     lines = (text for file in folder.glob("steps.rank*.jsonl") for text in file.read_bytes().splitlines())
-    found = (read_line(text) for text in lines if KIND in text)
+    found, _ = read_lines(text for text in lines if KIND in text)
     return any(isinstance(each, CommandRecord) and each.step == step and each.state != "stopped" for each in found)
 
 

@@ -370,7 +370,7 @@ class ReplicaCheck:
         """What a rank left at this very step."""
         try:
             return msgspec.json.decode(self._file(rank).read_bytes(), type=ReplicaEvidence)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return None
 
     def _file(self, rank: int) -> Path:

@@ -39,11 +39,11 @@ from meshwright.runtime.records import (
     StepRecord,
     TextRecord,
     line,
-    read_line,
+    read_lines,
     shifted,
 )
 from meshwright.runtime.terminal import columns, fitted
-from meshwright.spec.units import gib
+from meshwright.spec.units import gib, plural
 from meshwright.train.loop import EvalResult, StepResult
 from meshwright.train.noise_scale import GradientNoise, estimate, microbatches
 
@@ -334,7 +334,7 @@ class Recorder:
 
     def __post_init__(self) -> None:
         file = self.folder / f"steps.rank{self.mesh.rank}.jsonl"
-        self.past = read_records(file)  # of earlier attempts
+        self.past = read_records(file, self.screen.say)  # of earlier attempts
         self.lines = RecordFile(file, self.screen.say)
         self.timeline = DeviceTimeline(moment(self.mesh.device))
         self.peak = peak_of(self.mesh, self.run)
@@ -404,7 +404,7 @@ class Recorder:
         `ahead`: what the monotonic clock of that rank's machine must be shifted by to be this one's.
         """
         whole = (self.folder / f"steps.rank{rank}.jsonl").read_bytes()
-        theirs = [shifted(read_line(text), ahead) for text in whole[: whole.rfind(b"\n") + 1].splitlines()]
+        theirs = [shifted(each, ahead) for each in read_lines(whole[: whole.rfind(b"\n") + 1].splitlines())[0]]
         # After a restart steps come again, so the largest need not be the last.
         last = next((mark for each in reversed(self.past) if (mark := _mark(each))), None)
         known = [place for place, each in enumerate(theirs) if last is not None and _mark(each) == last]
@@ -507,7 +507,7 @@ class Recorder:
         )
 
 
-def read_records(file: Path) -> list[Record]:
+def read_records(file: Path, say: Callable[[str], None]) -> list[Record]:
     """A rank's records so far. A last line that was cut short is cut off, so that the next begins on its own."""
     if not file.exists():
         return []
@@ -515,7 +515,10 @@ def read_records(file: Path) -> list[Record]:
     end = whole.rfind(b"\n") + 1
     if end < len(whole):
         os.truncate(file, end)
-    return [read_line(text) for text in whole[:end].splitlines()]
+    records, damaged = read_lines(whole[:end].splitlines())
+    if damaged:
+        say(f"warning: {plural(damaged, 'line')} of {file} cannot be read: what was recorded there is left out")
+    return records
 
 
 def _mark(record: Record) -> tuple[str, int] | None:

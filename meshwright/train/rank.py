@@ -29,6 +29,7 @@ from meshwright.config.run import Run
 from meshwright.config.weights import BASE, MODEL, TEXT, BaseDigest, note_of
 from meshwright.cost import goodput
 from meshwright.cost.flops import utilization
+from meshwright.data import tokenize
 from meshwright.data.chat import GENERATION, TEMPLATE, text_folder
 from meshwright.data.prepare import Corpus, prepare
 from meshwright.data.prepare import described as described_data
@@ -45,7 +46,7 @@ from meshwright.runtime.records import AttemptRecord, EventRecord, Summary
 from meshwright.runtime.run_folder import DATA, STOP, FolderGoneError, FolderWatch, write_summary
 from meshwright.spec import communication
 from meshwright.spec.params import count
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import InputError, Problem, mistake
 from meshwright.spec.units import plural
 from meshwright.train import build as building
 from meshwright.train import ending, loop, step, survivors
@@ -499,10 +500,11 @@ def check(run: Run, corpus: Corpus, folder: Path, writes: bool) -> list[str]:
     kept = {int(one.suffixes[0][1:]): one for one in folder.glob("data.*.json") if one.suffixes[0][1:].isdecimal()}
     file, before = folder / DATA, [kept[number] for number in sorted(kept)]
     known = file if file.exists() else before[-1] if before else None
-    found = [] if known is None else differences(msgspec.json.decode(known.read_bytes(), type=list[Fact]), here)
+    found = [] if known is None else differences(_remembered(known), here)
     if found and known == file:
         raise InputError(found)
     if named is not None and own.exists() and own.read_bytes() != named.read_bytes():
+        _require_sound(own)
         what = f"the tokenizer of this data is not {own}, with which the run began"
         raise InputError([Problem(what, f"set data.tokenizer={own}", "data.tokenizer")])
     if writes and not file.exists():
@@ -514,6 +516,24 @@ def check(run: Run, corpus: Corpus, folder: Path, writes: bool) -> list[str]:
     if writes and not (folder / TEXT).exists():
         keep_texts(run, corpus, folder / TEXT)
     return [f"extended: {problem.text}" for problem in found]
+
+
+def _require_sound(tokenizer: Path) -> None:
+    """Tell a run's tokenizer that is damaged from another one."""
+    try:
+        tokenize.load(tokenizer)
+    except InputError as error:
+        (problem,) = error.problems
+        remedy = "restore it from a copy; model/tokenizer.json of the run is one"
+        raise mistake(f"{problem.text}; the run began with it, and it is damaged", remedy) from None
+
+
+def _remembered(file: Path) -> list[Fact]:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=list[Fact])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        remedy = "restore it from a copy; or delete it, if the data is what it was: it is then remembered anew"
+        raise mistake(f"{file}, which says what data the run began with, is damaged ({error})", remedy) from None
 
 
 def keep_texts(run: Run, corpus: Corpus, folder: Path) -> None:

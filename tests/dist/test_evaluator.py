@@ -84,7 +84,7 @@ def test_texts_and_a_command_while_a_model_is_trained(home):
         recorder.close()
         stop.asked = True  # and the command on the last step is not begun
     state.loader.close()
-    records = read_records(folder / "steps.rank0.jsonl")
+    records = read_records(folder / "steps.rank0.jsonl", print)
     texts = [each for each in records if isinstance(each, TextRecord)]
     assert [(each.step, each.prompts, len(each.texts)) for each in texts] == [(3, PROMPTS, 3), (6, PROMPTS, 3)]
     commands = {each.step: each for each in records if isinstance(each, CommandRecord)}
@@ -121,7 +121,9 @@ def test_lm_evaluation_harness_scores_the_exported_model(home):
     offline = environment(home) | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     done = forked.run(["train", "run-lm.toml", "--folder", "lm"], home, offline)
     assert done.returncode == 0, done.stderr[-2000:]
-    (record,) = [each for each in read_records(home / "lm" / "steps.rank0.jsonl") if isinstance(each, CommandRecord)]
+    (record,) = [
+        each for each in read_records(home / "lm" / "steps.rank0.jsonl", print) if isinstance(each, CommandRecord)
+    ]
     assert record.state == "done", (home / "lm" / "evals" / "step-1" / "command.txt").read_text()[-2000:]
     assert 0 <= record.numbers["sums/acc,none"] <= 1
     assert record.numbers["sums/sample_len"] == 2

@@ -138,7 +138,7 @@ def test_what_a_run_leaves_is_written_when_there_is_room_and_not_waited_for_wher
         surely(7)
         assert (len(tries), len(said)) == (3, 1)
         assert "waiting for room" in said[0]
-        stop.asked = mesh.rank == 0
+        stop.asked = mesh.rank == 1  # whichever it is
         with pytest.raises(FailureError, match="of step 7 could not be written") as lost:
             surely(7)
         assert "train again: there is no checkpoint" in lost.value.report.remedy

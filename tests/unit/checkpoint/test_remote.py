@@ -1,6 +1,8 @@
 """Saved steps at an address: whole or not there, copied beside training, fetched by their hashes."""
 
+import errno
 import json
+import os
 import threading
 
 import fsspec
@@ -152,6 +154,28 @@ def test_a_copy_that_fails_is_said_and_recorded_and_the_next_one_is_made(tmp_pat
     record = json.loads((tmp_path / remote.COPIES).read_text())
     assert record["step"] == 2
     assert "no right to write there" in record["failures"][0]["text"]
+
+
+def test_a_full_store_keeps_nothing_of_a_copy_that_fails_and_has_room_for_the_next(tmp_path, address, monkeypatch):
+    """And nothing of one whose sender was killed, once another is there."""
+    sent, write = RemoteFolder.send, RemoteFolder.write
+
+    def full(self, file, name, count=lambda size: None):
+        sent(self, file, name, count)  # a part of the step is there before
+        if "/step-2/" in name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(RemoteFolder, "send", full)
+    mirror = made(tmp_path / "here", 1, 2, address=address)
+    assert [failed.step for failed in mirror.failures] == [2]
+    assert RemoteFolder(address).cut_short() == []
+    assert not RemoteFolder(address).names("checkpoints/step-2")
+    monkeypatch.setattr(RemoteFolder, "send", sent)
+    write(RemoteFolder(address), "checkpoints/step-3/chunk.rank0.safetensors", b"half of one")
+    assert RemoteFolder(address).cut_short() == [3]
+    mirror = made(tmp_path / "here", 4, address=address)
+    assert not mirror.failures
+    assert (RemoteFolder(address).cut_short(), RemoteFolder(address).saved_steps()) == ([], [1, 4])
 
 
 def test_a_step_that_is_retired_while_it_is_sent_is_sent_whole(tmp_path, address, monkeypatch):

@@ -35,7 +35,17 @@ def test_reading_leaves_the_folder_as_it_is(tmp_path):
     assert {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in folder.iterdir()} == before
 
 
-DAMAGED = (b"\x00\x00\x00", b"\xff\xfe", b"[]", b"7", b"null", b'{"kind":"dance"}', b'{"kind":"step","step":"x"}', b"")
+DAMAGED = (
+    b"\x00\x00\x00",
+    b"\xff\xfe",
+    b'{"kind":"step","step":"\xff"}',
+    b"[]",
+    b"7",
+    b"null",
+    b'{"kind":"dance"}',
+    b'{"kind":"step","step":"x"}',
+    b"",
+)
 
 
 @pytest.mark.parametrize("damaged", DAMAGED)
@@ -82,7 +92,7 @@ def test_a_run_that_has_not_begun_says_so(tmp_path):
 
 def test_small_files_that_are_damaged_are_noted(tmp_path):
     folder = run_folder(tmp_path / "run")
-    (folder / "env.json").write_text("{")
+    (folder / "env.json").write_bytes(b'{"torch":"\xff"}')
     (folder / "summary.json").write_text("{")
     (folder / "failure.rank1.json").write_text("{")
     (folder / "faults").mkdir(parents=True)

@@ -5,9 +5,10 @@ import pytest
 
 from meshwright.config import load
 from meshwright.config.run import digests
+from meshwright.config.weights import RECORDS, best_step
 from meshwright.runtime import run_folder as folders
 from meshwright.runtime.records import Summary
-from meshwright.runtime.run_folder import Claim
+from meshwright.runtime.run_folder import Claim, document_tokens
 from meshwright.spec.problem import InputError
 
 RUN = load.load(None).run
@@ -294,3 +295,13 @@ def test_a_longer_run_of_own_text_goes_on_though_its_warm_up_follows_from_its_le
     assert folders.find(written) != home  # what somebody has written is a change as any other
     with pytest.raises(InputError, match=r"optim\.warmup 40 → 9; steps 880 → 1760"):
         claim(home, written)
+
+
+def test_damaged_records_and_facts_leave_the_rest_as_it_is(tmp_path):
+    """A save that looks for the best step, and a plan that asks for the length of documents, go on."""
+    lines = [b'{"kind":"held","step":%d,"loss":%d}\n' % each for each in ((1, 3), (2, 1), (3, 2))]
+    (tmp_path / RECORDS).write_bytes(b'{"kind":"held","step":"\xff"}\n{"kind":"held"}\n'.join(lines))
+    assert best_step(tmp_path, [1, 2, 3]) == 2
+    for damaged in (b"", b"[7]", b'[{"source":"\xff"}]'):
+        (tmp_path / "data.json").write_bytes(damaged)
+        assert document_tokens(tmp_path) is None

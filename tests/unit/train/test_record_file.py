@@ -3,7 +3,9 @@
 import errno
 import os
 
-from meshwright.train.log import RecordFile
+from meshwright.runtime.records import EvalRecord
+from meshwright.runtime.records import line as line_of
+from meshwright.train.log import RecordFile, read_records
 
 
 class Disk:
@@ -44,3 +46,11 @@ def test_what_a_full_disk_refuses_is_written_later_and_said_once(tmp_path):
     file.close()
     assert (tmp_path / "a").read_bytes() == b"one\ntwo\nthree\nfour\n"
     assert len(said) == 1
+
+
+def test_what_a_disk_gives_back_of_nobody_is_left_out_and_said(tmp_path):
+    held, said, file = EvalRecord(step=1, loss=2.0, tokens=64, seconds=0.5), list[str](), tmp_path / "steps.rank0.jsonl"
+    file.write_bytes(line_of(held) + b"\x00" * 40 + b"\n" + line_of(held) + b'{"kind":"st')
+    assert read_records(file, said.append) == [held, held]
+    assert said == [f"warning: 1 line of {file} cannot be read: what was recorded there is left out"]
+    assert file.read_bytes().endswith(line_of(held))  # so that the next one begins on its own

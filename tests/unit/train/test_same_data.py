@@ -1,6 +1,8 @@
 import os
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from meshwright.spec.problem import InputError
 from meshwright.train import rank
@@ -39,13 +41,13 @@ def test_the_first_attempt_remembers_and_the_next_one_holds_to_it(tmp_path, monk
         tokenizer = tmp_path / "made.json"
         chats = ()
 
-    Corpus.tokenizer.write_text("one")
+    Corpus.tokenizer.write_text(one := Tokenizer(WordLevel({"a": 0}, unk_token="a")).to_str())
     monkeypatch.setattr(rank, "fact", lambda source, tokens: OLD)
     rank.check(Run, Corpus, tmp_path, writes=False)
     assert not (tmp_path / rank.DATA).exists()
     assert rank.check(Run, Corpus, tmp_path, writes=True) == []
     assert rank.check(Run, Corpus, tmp_path, writes=True) == []
-    assert (tmp_path / "tokenizer.json").read_text() == "one"
+    assert (tmp_path / "tokenizer.json").read_text() == one
     monkeypatch.setattr(rank, "fact", lambda source, tokens: Fact(source="a", tokens=9, digest="x"))
     with pytest.raises(InputError):
         rank.check(Run, Corpus, tmp_path, writes=True)
@@ -59,3 +61,10 @@ def test_the_first_attempt_remembers_and_the_next_one_holds_to_it(tmp_path, monk
     Corpus.tokenizer.write_text("another")
     with pytest.raises(InputError, match=r"set data\.tokenizer="):
         rank.check(Run, Corpus, tmp_path, writes=True)
+    (tmp_path / "tokenizer.json").write_text(one[:20])  # of a disk that was full, say
+    with pytest.raises(InputError, match=r"it is damaged; restore it from a copy"):
+        rank.check(Run, Corpus, tmp_path, writes=True)
+    for damaged in (b"", b"[{", b"{}", b'[{"source": "\xff"}]'):
+        (tmp_path / rank.DATA).write_bytes(damaged)
+        with pytest.raises(InputError, match=r"data\.json, which says what data the run began with, is damaged"):
+            rank.check(Run, Corpus, tmp_path, writes=True)

@@ -32,6 +32,7 @@ from meshwright.runtime.files import Speaker
 from meshwright.runtime.place import Place, RankSpec, cores, local
 
 SET_PARENT_DEATH_SIGNAL, SET_NAME, SET_CHILD_SUBREAPER = 1, 15, 36  # of Linux's prctl
+REAP_SECONDS = 5.0
 START_SECONDS = 300.0  # importing torch from a cold and crowded disk
 SOON = 0.3  # seconds in which the victims of a first failure fall
 SERVER = multiprocessing.get_context("forkserver")
@@ -114,7 +115,14 @@ class ForkServer:
         return pid
 
     def _log_tail(self) -> str:
-        return tail(self.log) or f"the fork server ended with {self.process.poll()}; see {self.log}"
+        """What it said, or how it ended: its pipe closes a little before its exit code is there."""
+        try:
+            code = self.process.wait(REAP_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"the fork server has not answered in {START_SECONDS:.0f} s, in which it imports torch"
+        if code < 0:
+            return f"the fork server was ended by {signal.Signals(-code).name}, from outside or for want of memory"
+        return tail(self.log) or f"the fork server ended with exit code {code} and said nothing"
 
 
 class Ranks:

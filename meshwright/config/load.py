@@ -86,7 +86,7 @@ def examine(
         _fit_to_own_text(table, origins)
     resolve_optim(table, origins)
     resolve_data(table, origins)
-    found += _length_problems(table, origins, file)
+    found += [*_length_problems(table, origins, file), *_adapter_problems(table, found)]
     is_arch_wrong = any(problem.key == "arch" for problem in found)
     incomplete = [] if is_arch_wrong else resolve_arch(table, origins)
     found += incomplete
@@ -119,7 +119,8 @@ def ask(file: Path | None, overrides: Iterable[str] = (), *, arch: Arch | None =
     found = _override(table, origins, overrides)
     resolve_optim(table, origins)
     resolve_data(table, origins)
-    found += [*_length_problems(table, origins, file), *resolve_arch(table, origins, ahead=True)]
+    found += [*_length_problems(table, origins, file), *_adapter_problems(table, found)]
+    found += resolve_arch(table, origins, ahead=True)
     if found:
         raise InputError([placed(problem, origins) for problem in found])
     if origins.get("sequence") == UNSAID:  # learned positions may be fewer than the default's
@@ -368,6 +369,23 @@ def _length_problems(table: Table, origins: Origins, file: Path | None) -> list[
         return []
     what = f"steps = {table['steps']} and epochs = {table['epochs']} both say how long the run is"
     return [Problem(what, "leave one of them out", "epochs")]
+
+
+def _adapter_problems(table: Table, found: list[Problem]) -> list[Problem]:
+    """Numbers of an adapter that nobody asked for: every weight would be trained. They are taken out once said."""
+    stated = table.get("adapter", {})
+    if not stated or "kind" in stated or any(problem.key.startswith("adapter.") for problem in found):
+        return []
+    del table["adapter"]
+    names = " and ".join(f"adapter.{name}" for name in stated)
+    what = f"{names} without adapter.kind: all weights would be trained"
+    return [
+        Problem(
+            what,
+            'add adapter.kind = "lora", "dora" or "qlora", or leave [adapter] out',
+            f"adapter.{next(iter(stated))}",
+        )
+    ]
 
 
 def resolve_arch(table: Table, origins: Origins, *, ahead: bool = False) -> list[Problem]:

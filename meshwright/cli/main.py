@@ -112,24 +112,43 @@ def _full(options: argparse.Namespace) -> list[Path]:
     return sorted(each for each in there if each.is_dir() and shutil.disk_usage(each).free < LITTLE_ROOM)
 
 
+# What other tools call a flag of ours, and how ours is written.
+THEIR_FLAGS = {
+    "--gpus": "--cluster 8xh100",
+    "--num-gpus": "--cluster 8xh100",
+    "--hardware": "--cluster 8xh100",
+    "--html": "--page FILE.html",
+    "--nproc": "--ranks 2",
+    "--nproc-per-node": "--ranks 2",
+    "--nproc_per_node": "--ranks 2",
+    "--num_processes": "--ranks 2",
+    "--output_dir": "--folder FOLDER",
+    "--output-dir": "--folder FOLDER",
+}
+
+
 def _unknown(flags: list[str], given: list[str], known: list[str]) -> str:
     """A flag that was mistyped, or a setting that was written as one and is shown as the word that it is."""
     from difflib import get_close_matches
 
     from meshwright.config import schema
 
+    if not flags[0].startswith("-") and "--data" in known and Path(flags[0]).exists():
+        return f"unknown: {flags[0]}; did you mean --data {flags[0]}?"
     if not flags[0].startswith("-"):
         return f"unknown: {' '.join(flags)}; leave it out, or see `--help`"
     flag, _, value = flags[0].partition("=")
     name = flag.lstrip("-").replace("-", "_")
-    near = get_close_matches(flag, known, n=1, cutoff=0.6)
+    near = [THEIR_FLAGS[flag]] if THEIR_FLAGS.get(flag, "").split(" ")[0] in known else []
+    near = near or get_close_matches(flag, [each for each in known if each != "--help"], n=1, cutoff=0.6)
     if key := schema.meant(name):
         behind = given[given.index(flags[0]) + 1 :]
         value = value or (behind[0] if behind and "=" not in behind[0] and behind[0][:1] not in ("", "-") else "…")
         return f"{flag} is not a flag: settings are words, such as {key}={value}"
-    if near:
+    advice = schema.ADVICE.get(schema.topic(name))
+    if near and not advice:
         return f"{flag} is not a flag; did you mean {near[0]}?"
-    remedy = schema.ADVICE.get(schema.topic(name)) or "`--help` lists the flags, `meshwright config schema` every key"
+    remedy = advice or "`--help` lists the flags, `meshwright config schema` every key"
     return f"{flag} is not a flag; {remedy}"
 
 

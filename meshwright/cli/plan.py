@@ -56,6 +56,10 @@ READ = {  # by the option that asks for the answer; the first that is given wins
 OPTIONS = set(READ) - {"plan"} | ASKED | OFFERED | CHOSEN | SHOWN | {"rank", "out"}
 TOP = 5  # plans that are shown where nobody says how many
 DAY = 86400.0  # seconds
+ALWAYS_WRITTEN = {
+    *("name", "steps", "sequence", "batch", "data.source", "optim.lr", "optim.warmup"),
+    *("plan.replicate", "plan.microbatch", "plan.grad_accum", "plan.precision"),
+}
 LARGEST = ("model", "microbatch", "sequence")
 DRAWN = 30  # of the best plans
 LESS = 0.8  # of the memory that the last plan of the front took: what the next may use
@@ -276,10 +280,16 @@ def _written(options: argparse.Namespace, asked: PlanQuery, found: Candidate) ->
     if found.fits is False:
         return ["", f"not written: {options.write}, because the plan does not fit"]
     run = run_of(asked, found)
-    written = load.write(run)
-    if run.epochs:  # which become steps when the data is read
-        written = written.replace(f"steps = {run.steps}\n", "", 1)
-    write_whole(Path(options.write), written, options.force)
+    words_of_plan = {word.partition("=")[0] for word in query.plan_overrides(run.plan)}
+    heading = f"# What is left out is as usual: meshwright config show {shlex.quote(options.write)}\n\n"
+    written = load.write_brief(run, ALWAYS_WRITTEN | words_of_plan)
+    write_whole(Path(options.write), heading + written, options.force)
+    loaded, _ = load.examine(Path(options.write))
+    if loaded is None or loaded.run != run:  # something was derived that is not so here: all is stated
+        written = load.write(run)
+        if run.epochs:
+            written = written.replace(f"steps = {run.steps}\n", "", 1)
+        write_whole(Path(options.write), written, force=True)
     lines = ["", f"written: {options.write} (train it with: meshwright train {options.write})"]
     decisive = {
         "steps": run.steps,

@@ -9,7 +9,7 @@ import math
 import re
 import tomllib
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import msgspec
 
 from meshwright.config import check, schema
 from meshwright.config.huggingface import shape_differences
-from meshwright.config.presets import complete, preset_names, preset_table, unknown_preset
+from meshwright.config.presets import complete, preset, preset_names, preset_table, unknown_preset
 from meshwright.config.renamed import is_recorded, new_name, translated
 from meshwright.config.rules.arch import endless
 from meshwright.config.run import Run
@@ -86,7 +86,7 @@ def examine(
         _fit_to_own_text(table, origins)
     resolve_optim(table, origins)
     resolve_data(table, origins)
-    found += _length_problems(table, origins, file)
+    found += [*_length_problems(table, origins, file), *_adapter_problems(table, found)]
     is_arch_wrong = any(problem.key == "arch" for problem in found)
     incomplete = [] if is_arch_wrong else resolve_arch(table, origins)
     found += incomplete
@@ -119,7 +119,8 @@ def ask(file: Path | None, overrides: Iterable[str] = (), *, arch: Arch | None =
     found = _override(table, origins, overrides)
     resolve_optim(table, origins)
     resolve_data(table, origins)
-    found += [*_length_problems(table, origins, file), *resolve_arch(table, origins, ahead=True)]
+    found += [*_length_problems(table, origins, file), *_adapter_problems(table, found)]
+    found += resolve_arch(table, origins, ahead=True)
     if found:
         raise InputError([placed(problem, origins) for problem in found])
     if origins.get("sequence") == UNSAID:  # learned positions may be fewer than the default's
@@ -147,6 +148,29 @@ def write(run: Run, origins: Mapping[str, str] | None = None) -> str:
     """A run as TOML, each value with its origin behind it if origins are given."""
     remarks = {} if origins is None else {key: origins.get(key, "default") for key in schema.every_key()}
     return "\n".join(_section(msgspec.to_builtins(run), "", remarks)).strip() + "\n"
+
+
+def write_brief(run: Run, named: Collection[str]) -> str:
+    """A run as a person writes it: named keys, and what differs from the defaults; a preset by its name."""
+    table = _unusual(run, "", named)
+    arch = msgspec.structs.replace(run.arch, tuning=msgspec.UNSET)
+    if (name := next((each for each in preset_names() if preset(each) == arch), None)) is not None:
+        table["arch"] = {"preset": name}
+    if run.epochs:  # which become steps when the data is read
+        table.pop("steps", None)
+    return "\n".join(_section(table, "", {})).strip() + "\n"
+
+
+def _unusual(struct: msgspec.Struct, prefix: str, named: Collection[str]) -> Table:
+    found: Table = {}
+    for field in schema.stated_fields(type(struct)):
+        value, key = getattr(struct, field.name), prefix + field.encode_name
+        if isinstance(value, msgspec.Struct):
+            inner = _unusual(value, f"{key}.", named)
+            found |= {field.encode_name: inner} if inner else {}
+        elif key in named or value != field.default:
+            found[field.encode_name] = msgspec.to_builtins(value)
+    return found
 
 
 def _section(table: Mapping[str, Any], prefix: str, remarks: Mapping[str, str]) -> list[str]:
@@ -372,6 +396,23 @@ def _length_problems(table: Table, origins: Origins, file: Path | None) -> list[
         return []
     what = f"steps = {table['steps']} and epochs = {table['epochs']} both say how long the run is"
     return [Problem(what, "leave one of them out", "epochs")]
+
+
+def _adapter_problems(table: Table, found: list[Problem]) -> list[Problem]:
+    """Numbers of an adapter that nobody asked for: every weight would be trained. They are taken out once said."""
+    stated = table.get("adapter", {})
+    if not stated or "kind" in stated or any(problem.key.startswith("adapter.") for problem in found):
+        return []
+    del table["adapter"]
+    names = " and ".join(f"adapter.{name}" for name in stated)
+    what = f"{names} without adapter.kind: all weights would be trained"
+    return [
+        Problem(
+            what,
+            'add adapter.kind = "lora", "dora" or "qlora", or leave [adapter] out',
+            f"adapter.{next(iter(stated))}",
+        )
+    ]
 
 
 def resolve_arch(table: Table, origins: Origins, *, ahead: bool = False) -> list[Problem]:

@@ -1,6 +1,7 @@
 """The model zoo: architectures by name, as data."""
 
 import difflib
+import re
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -47,8 +48,10 @@ def preset_table(name: str) -> dict[str, Any]:
 
 
 def unknown_preset(name: Any) -> Problem:
-    near = difflib.get_close_matches(str(name).lower(), preset_names(), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(str(name).lower().rpartition("/")[2], preset_names(), n=1, cutoff=0.6)
     remedy = f"did you mean {near[0]}?" if near else "`meshwright models` lists them"
+    if re.fullmatch(r"[\w-]+/[\w.-]+", str(name)):  # meta-llama/Llama-3.1-8B: what the hub calls a model
+        remedy += " A model of Hugging Face's hub is named by the folder or config.json that was downloaded"
     return Problem(f"arch.preset = {schema.shown(name)} is not a known model", remedy, "arch.preset")
 
 

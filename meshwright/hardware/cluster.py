@@ -201,6 +201,7 @@ def catalogue() -> Catalogue:
     return msgspec.convert(tomllib.loads(text), Catalogue)
 
 
+CPUS = {"cpu", "cpus", "laptop", "local", "localhost", "none", "mac", "macbook", "mps", "m1", "m2", "m3", "m4"}
 MAKERS = {"nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "gpu", "generation"}  # say nothing of the card
 
 
@@ -237,6 +238,13 @@ def recognised(text: str, entries: Mapping[str, Entry]) -> str | None:
 
 def unknown(kind: str, text: str, names: Iterable[str]) -> Problem:
     """What to say of a name that is not in the catalogue."""
+    if kind == "card" and text.lower() in CPUS:
+        what = f"{schema.shown(text)} is no GPU: no data sheet says what a CPU reaches"
+        remedy = "`meshwright train` runs there without a cluster; `meshwright bench --probe` measures the machine"
+        return Problem(what, f"{remedy}, and `meshwright bench RUN.toml --profile FILE.json` predicts it")
+    if kind == "card" and re.search(r"[+,&]\s*\d+\s*[x×*]", text):
+        what = f"{schema.shown(text)} mixes cards, and a plan is for machines that are alike"
+        return Problem(what, "plan each kind by itself, or all of them as the smallest and slowest")
     near = difflib.get_close_matches(text.lower(), list(names), n=1, cutoff=0.5)
     remedy = f"did you mean {near[0]}? " if near else ""
     return Problem(

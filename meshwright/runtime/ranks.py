@@ -143,7 +143,7 @@ class ForkServer:
         code = self.process.wait()  # whose pipes are closed has ended but for a moment
         if code < 0:
             return ForkServerError(f"the fork server was ended by {signal.Signals(-code).name}", is_lost=True)
-        return ForkServerError(tail(self.log) or f"the fork server ended with {code}; see {self.log}")
+        return ForkServerError(tail(self.log) or f"the fork server ended with exit code {code} and said nothing")
 
 
 class Ranks:

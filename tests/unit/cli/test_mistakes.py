@@ -98,7 +98,31 @@ MISTAKES = [
         "train adapter.kind=lora adapter.base=nf4 arch.ffn=100", "blocks.0.mlp.down has 100", "adapter.base = bf16"
     ),
     Mistake("train adapter.kind=qlora arch.preset=tiny-moe", "blocks.0.mlp.experts.down has 96", "adapter.kind = lora"),
-    Mistake("train adapter.rank=8", "is of an adapter, and adapter.kind = none", "set adapter.kind = lora"),
+    Mistake(
+        "train adapter.kind=none adapter.rank=8", "is of an adapter, and adapter.kind = none", "set adapter.kind = lora"
+    ),
+    Mistake(  # the default's own number says nothing by its value
+        "train adapter.rank=16",
+        "adapter.rank without adapter.kind: all weights would be trained",
+        'adapter.kind = "lora"',
+    ),
+    Mistake(
+        "plan llama2-7b --cluster 1xrtx4090 adapter.rank=16 adapter.alpha=8",
+        "adapter.rank and adapter.alpha without adapter.kind",
+        'adapter.kind = "lora"',
+    ),
+    Mistake("plan gpt2 --cluster laptop", '"laptop" is no GPU', "`meshwright bench --probe` measures the machine"),
+    Mistake("plan gpt2 --cluster 3xh100+5xa100", "mixes cards", "plan each kind by itself"),
+    Mistake(
+        "plan meta-llama/Meta-Llama-3-70B --cluster 8xh100",
+        "neither a known model nor a file",
+        "did you mean llama3-70b? A model of Hugging Face's hub is named by the folder",
+    ),
+    Mistake("plan gpt2 --cluster 8xh100 plan.tensor_parallel=8", "is not a key", "here it is called plan.tp"),
+    Mistake("plan gpt2 --gpus 8", "--gpus is not a flag", "did you mean --cluster 8xh100?"),
+    Mistake("plan gpt2 --lora", "--lora is not a flag", "adapters are of [adapter]"),
+    Mistake("report runs/x --html page.html", "--html is not a flag", "did you mean --page FILE.html?"),
+    Mistake("eval runs/x my.txt", "unknown: my.txt", "did you mean --data my.txt?", {"my.txt": "text"}),
     Mistake(
         "train adapter.kind=lora adapter.rank=999", "larger than the 192 × 192 matrix of attn.q", "use at most 192"
     ),
@@ -533,7 +557,7 @@ MISTAKES = [
         "plan gpt2 --cluster 8xh100 --sequence 0", "argument --sequence: '0'", "should be a whole number of at least 1"
     ),
     Mistake("plan gpt2 --cluster 8xh100 --batch 1M", "argument --batch: '1M'", "a batch is counted in sequences"),
-    Mistake("plan gpt2 --cluster cpu", 'unknown card "cpu"', "`meshwright clusters` lists them"),
+    Mistake("plan gpt2 --cluster cpu", '"cpu" is no GPU', "`meshwright train` runs there without a cluster"),
     Mistake(
         "plan gpt2 --cluster 8xh100 plan.tp=5",
         "plan.tp = 5 does not divide 8 GPUs",
@@ -607,7 +631,6 @@ MISTAKES = [
     ),
     Mistake("plan run.toml", "no cluster is named", "add --cluster 64xh100, or [goal] cluster to", {"run.toml": RUN}),
     Mistake("plan gpt2 8xh100", "'8xh100' is not key=value", "write --cluster 8xh100"),
-    Mistake("plan gpt2 --gpus 8", "--gpus is not a flag", "did you mean --gpus-needed?"),
     # advise
     Mistake("advise gpt2", "no cluster is named", "add --cluster 64xh100, or [goal] cluster to"),
     Mistake("advise gtp2 --cluster 8xh100", "gtp2 is neither a known model nor a file", "did you mean gpt2?"),

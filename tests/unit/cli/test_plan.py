@@ -134,6 +134,37 @@ def test_a_written_plan_is_a_run_that_loads(capsys, tmp_path):
     assert main.main([*SMALL.split(), "--write", str(file), "--force"]) == 0
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        SMALL,
+        f"{SMALL} plan.pp=2",
+        "plan gpt2 --cluster 1xh200 --batch 8 plan.bf16_params=false",
+        "plan mixtral-8x7b --cluster 16xh100 --batch 64 adapter.kind=lora adapter.rank=8",
+        "plan arch.layers=4 arch.hidden=512 --cluster 2xrtx4090 --batch 8 --vary optimizer epochs=3",
+    ],
+)
+def test_a_written_plan_is_short_and_says_all_that_the_whole_run_says(capsys, tmp_path, words):
+    brief, whole = tmp_path / "run.toml", tmp_path / "whole.toml"
+    told(capsys, words, "--write", str(brief))
+    run = load.load(brief).run
+    text = load.write(run)
+    whole.write_text(text.replace(f"steps = {run.steps}\n", "") if run.epochs else text)
+    assert load.load(whole).run == run
+    assert len(brief.read_text().splitlines()) < 60 < len(text.splitlines())
+    assert ('preset = "' in brief.read_text()) == ("arch." not in words)
+
+
+def test_a_written_plan_states_all_where_a_short_file_would_be_another_run(capsys, tmp_path, monkeypatch):
+    file = tmp_path / "run.toml"
+    monkeypatch.setattr(
+        load, "write_brief", lambda run, named: 'sequence = 4096\nbatch = 32\narch.preset = "llama3-8b"\n'
+    )
+    found = answer(capsys, SMALL, "--write", str(file))["plans"][0]["plan"]
+    assert load.load(file).run.plan.microbatch == found["microbatch"]
+    assert "norm_eps" in file.read_text()
+
+
 def test_a_run_file_is_planned_and_its_own_plan_priced(capsys, tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text(

@@ -102,6 +102,15 @@ def test_one_that_cannot_import_says_why_and_is_not_tried_again(tmp_path):
     server.close()
 
 
+def test_one_that_ends_without_a_word_is_told_by_its_exit_code(tmp_path):
+    (tmp_path / "dying.py").write_text("raise SystemExit(3)")
+    server = server_in(tmp_path, "dying")
+    with pytest.raises(ForkServerError, match="ended with exit code 3 and said nothing") as failed:
+        server.start([order_of(0, tmp_path)])
+    assert not failed.value.is_lost
+    server.close()
+
+
 def test_a_supervisor_starts_another_and_says_so(tmp_path):
     said, made = list[str](), list[ForkServer]()
 

@@ -66,7 +66,7 @@ def split_moe(layer: MoELayer, plan: Plan, mesh: Mesh) -> None:
     compute = layer.forward
 
     def forward(x: Tensor, index: Tensor | None = None) -> Tensor:
-        whole = gather(local(x), 1, group)
+        whole = gather(local(x), 1, group).contiguous()  # or each matmul of shared experts saves a copy of its own
         with reading_locally(layer, read_partial, skip=layer.experts):
             y = compute(whole, index)
         return scatter(y, 1, group)

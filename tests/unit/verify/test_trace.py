@@ -101,8 +101,13 @@ def test_the_trainer_sends_and_holds_what_was_planned(words):
     assert found.calls
 
 
-def test_norms_that_ranks_of_tp_share_save_what_each_layer_was_planned_to():
-    words = ("plan.tp=2", "arch.qk_norm=full", "batch=8", "arch.ffn=512")
+@pytest.mark.parametrize(
+    "words",
+    [("arch.qk_norm=full", "arch.ffn=512"), (*MOE, "arch.shared_experts=2", "arch.expert_ffn=512")],
+    ids=["norms that ranks share", "shared experts"],
+)
+def test_a_layer_cut_by_tp_saves_what_was_planned(words):
+    words = (*words, "plan.tp=2", "batch=8")
     few, more = (traced(*words, f"arch.layers={layers}").held[-1] for layers in (2, 4))
     assert more.traced - few.traced == pytest.approx(more.planned - few.planned, rel=0.01)
 

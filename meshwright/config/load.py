@@ -18,7 +18,7 @@ import msgspec
 
 from meshwright.config import check, schema
 from meshwright.config.huggingface import shape_differences
-from meshwright.config.presets import complete, preset, preset_names, preset_table, unknown_preset
+from meshwright.config.presets import complete, nearest_preset, preset, preset_names, preset_table, unknown_preset
 from meshwright.config.renamed import is_recorded, new_name, translated
 from meshwright.config.rules.arch import endless
 from meshwright.config.run import Run
@@ -263,6 +263,10 @@ def _text(file: Path) -> str:
             raise mistake(f"{file} is a model, not a run file", f"write arch.preset={file}") from None
         if key := schema.meant(re.split("[: ]", str(file))[0]):
             raise mistake(f"{file} is not a file", f"write settings as key=value: {key}=…") from None
+        if file.suffix != ".toml" and not file.exists() and (near := nearest_preset(str(file))):
+            raise mistake(
+                f"{file} is neither a run file nor a model", f"for the model write arch.preset={near}"
+            ) from None
         inside = f"; for the text in it write data.source={file}, for the model in it init.from={file}"
         remedy = f"name a run file that can be read{inside if file.is_dir() else ''}"
         raise mistake(f"{file}: {error.strerror}", remedy) from None

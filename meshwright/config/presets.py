@@ -47,9 +47,15 @@ def preset_table(name: str) -> dict[str, Any]:
     return preset_table(parent) | table if parent else table
 
 
+def nearest_preset(name: str) -> str | None:
+    """The model that is most likely meant, by its own name or as the hub calls it."""
+    near = difflib.get_close_matches(name.lower().rpartition("/")[2], preset_names(), n=1, cutoff=0.6)
+    return near[0] if near else None
+
+
 def unknown_preset(name: Any) -> Problem:
-    near = difflib.get_close_matches(str(name).lower().rpartition("/")[2], preset_names(), n=1, cutoff=0.6)
-    remedy = f"did you mean {near[0]}?" if near else "`meshwright models` lists them"
+    near = nearest_preset(str(name))
+    remedy = f"did you mean {near}?" if near else "`meshwright models` lists them"
     if re.fullmatch(r"[\w-]+/[\w.-]+", str(name)):  # meta-llama/Llama-3.1-8B: what the hub calls a model
         remedy += " A model of Hugging Face's hub is named by the folder or config.json that was downloaded"
     return Problem(f"arch.preset = {schema.shown(name)} is not a known model", remedy, "arch.preset")

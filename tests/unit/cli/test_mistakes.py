@@ -316,6 +316,9 @@ MISTAKES = [
     Mistake("train .", ".: Is a directory", "name a run file that can be read; for the text in it"),
     Mistake("train gpt2", "gpt2 is a model, not a run file", "write arch.preset=gpt2"),
     Mistake(
+        "train Llama-3-8B", "Llama-3-8B is neither a run file nor a model", "for the model write arch.preset=llama3-8b"
+    ),
+    Mistake(
         "train run.toml",
         "run.toml is not TOML: Invalid value",
         "correct that line: steps =",

@@ -143,13 +143,9 @@ def _whose_gradients(run: Run, stated: str, key: str) -> Iterator[Problem]:
         what = f"{stated} rounds gradients on their way between ranks, and there is one data rank"
         yield Problem(what, f"set plan.replicate or plan.shard to 2 or more, or {remedy}", key)
     if plan.powersgd:
-        yield from _whole_replicas(plan, stated, key)
-    elif plan.cp > 1:
-        what = f"{stated} rounds the gradient of whole sequences, and plan.cp = {plan.cp} cuts them"
-        yield Problem(what, f"use plan.cp = 1, or {remedy}", key)
-    if plan.ep > 1 and not plan.powersgd:
-        what = f"{stated} rounds each rank's gradient by itself, and plan.ep = {plan.ep} mixes the tokens of several"
-        yield Problem(what, f"use plan.ep = 1, or {remedy}", key)
+        yield from spread_replicas(plan, f"{stated} factors the gradients of whole replicas", f"or {remedy}")
+    else:
+        yield from _mixed_ranks(plan, stated, key)
     if plan.pp > 1 and run.arch.embeds_at_both_ends:
         which = "tied embedding" if run.arch.tied else "embedding of arch.mtp_layers"
         what = f"{stated} would round the gradient of the {which} in two stages of plan.pp = {plan.pp} apart"
@@ -161,15 +157,24 @@ def _whose_gradients(run: Run, stated: str, key: str) -> Iterator[Problem]:
         yield Problem(what, f"use plan.outer_quant for what is synced, or {remedy}", key)
 
 
-def _whole_replicas(plan: Plan, stated: str, key: str) -> Iterator[Problem]:
-    """PowerSGD factors the gradients of replicas, each of which is to be ranks of its own."""
+def _mixed_ranks(plan: Plan, stated: str, key: str) -> Iterator[Problem]:
+    """Axes over which a rank's gradient is not of sequences of its own."""
+    if plan.cp > 1:
+        what = f"{stated} rounds the gradient of whole sequences, and plan.cp = {plan.cp} cuts them"
+        yield Problem(what, f"use plan.cp = 1, or leave {key} out", key)
+    if plan.ep > 1:
+        what = f"{stated} rounds each rank's gradient by itself, and plan.ep = {plan.ep} mixes the tokens of several"
+        yield Problem(what, f"use plan.ep = 1, or leave {key} out", key)
+
+
+def spread_replicas(plan: Plan, what: str, other: str) -> Iterator[Problem]:
+    """For who needs replicas of ranks of their own."""
     for axis in ("cp", "ep"):
         if getattr(plan, axis) > 1 and not plan.zero:
-            what = (
-                f"{stated} factors the gradients of whole replicas, and plan.{axis} = {getattr(plan, axis)} with "
-                "plan.zero = 0 spreads each over the copies of the weights"
+            spread = (
+                f"plan.{axis} = {getattr(plan, axis)} with plan.zero = 0 spreads each over the copies of the weights"
             )
-            yield Problem(what, f"set plan.zero = 1, 2 or 3, or leave {key} out", f"plan.{axis}")
+            yield Problem(f"{what}, and {spread}", f"set plan.zero = 1, 2 or 3, {other}", f"plan.{axis}")
 
 
 def _how_gradients(run: Run, stated: str, key: str) -> Iterator[Problem]:

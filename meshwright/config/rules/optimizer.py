@@ -6,6 +6,7 @@ from meshwright.config.rules.arch import (
     ARCH_CAPS,
     ARCH_SCALES,
 )
+from meshwright.config.rules.communication import spread_replicas
 from meshwright.config.run import Optim, Run
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.spec.problem import Problem
@@ -103,13 +104,7 @@ def _onebit(run: Run) -> Iterator[Problem]:
         return
     chosen, plain = f"optim.name = {spec.name}", "lamb" if spec.name == "onebit_lamb" else "adamw"
     other = f"or use optim.name = {plain}"
-    for axis in ("cp", "ep"):
-        if getattr(plan, axis) > 1 and not plan.zero:
-            what = (
-                f"{chosen} has replicas that are whole, and plan.{axis} = {getattr(plan, axis)} with plan.zero = 0 "
-                "spreads each over the copies of the weights"
-            )
-            yield Problem(what, f"set plan.zero = 1, 2 or 3, {other}", f"plan.{axis}")
+    yield from spread_replicas(plan, f"{chosen} has replicas that are whole", other)
     if plan.parts > 1:
         what = f"{chosen} exchanges momenta by its own calendar, and plan.sync_every = {plan.sync_every} has another"
         yield Problem(what, f"use plan.sync_every = 1, {other}", "plan.sync_every")

@@ -528,19 +528,21 @@ class Supervisor:
     def start(self, ranks: Sequence[int], meeting: Path, start: int = 0) -> dict[int, int]:
         """Have ranks forked; `start`: how often their replica was started before, while the others trained."""
         if not self.server.is_alive():
-            self.server.close()
-            self.server = self.fork_server()
+            self._replace_server()
         orders = [self.order_of(rank, meeting, start) for rank in ranks]
-        for left in reversed(range(self.run.faults.restarts + 1)):
+        for _ in range(self.run.faults.restarts):
             try:
                 return self.server.start(orders)
             except ForkServerError as error:
-                if not error.is_lost or not left:
+                if not error.is_lost:
                     raise
                 self.say(f"warning: {error}; another is started")
-                self.server.close()
-                self.server = self.fork_server()
-        raise AssertionError("the last of them returns or raises")
+                self._replace_server()
+        return self.server.start(orders)
+
+    def _replace_server(self) -> None:
+        self.server.close()
+        self.server = self.fork_server()
 
     def order_of(self, rank: int, meeting: Path, start: int) -> RankSpec:
         """What a rank is told."""

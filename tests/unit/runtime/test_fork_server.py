@@ -94,18 +94,14 @@ def test_one_that_is_stopped_is_not_waited_for(tmp_path, monkeypatch):
     server.close()
 
 
-def test_one_that_cannot_import_says_why_and_is_not_tried_again(tmp_path):
-    server = server_in(tmp_path, "absent")
-    with pytest.raises(ForkServerError, match="No module named 'absent'") as failed:
-        server.start([order_of(0, tmp_path)])
-    assert not failed.value.is_lost
-    server.close()
-
-
-def test_one_that_ends_without_a_word_is_told_by_its_exit_code(tmp_path):
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [("absent", "No module named 'absent'"), ("dying", "ended with exit code 3 and said nothing")],
+)
+def test_one_that_ends_by_itself_says_why_and_is_not_tried_again(tmp_path, module, said):
     (tmp_path / "dying.py").write_text("raise SystemExit(3)")
-    server = server_in(tmp_path, "dying")
-    with pytest.raises(ForkServerError, match="ended with exit code 3 and said nothing") as failed:
+    server = server_in(tmp_path, module)
+    with pytest.raises(ForkServerError, match=said) as failed:
         server.start([order_of(0, tmp_path)])
     assert not failed.value.is_lost
     server.close()

@@ -3,7 +3,6 @@
 import math
 import os
 import shutil
-import tomllib
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import chain
@@ -26,7 +25,7 @@ from meshwright.checkpoint.model_folder import (
 )
 from meshwright.checkpoint.state import TORCH_DTYPES
 from meshwright.config.huggingface import CONFIG, TOKENIZER, config_of, read_config
-from meshwright.config.weights import RUN, Kind, is_run
+from meshwright.config.weights import RUN, Kind, is_run, run_table
 from meshwright.models.decoder import Decoder
 from meshwright.runtime.files import replace_json
 from meshwright.spec.arch import Arch
@@ -346,7 +345,7 @@ def _require_template(folder: ModelFolder, stage: Path) -> None:
     has_own = (stage / "chat_template.jinja").is_file() or (
         described.is_file() and "chat_template" in read_config(described)
     )
-    if not has_own and tomllib.loads((folder.run / RUN).read_text()).get("data", {}).get("format") == "chat":
+    if not has_own and run_table(folder.run / RUN).get("data", {}).get("format") == "chat":
         what = f"{folder.run} was trained on chat data, and {folder.texts} has no chat template any more"
         raise mistake(what, "put the base's chat_template.jinja or tokenizer_config.json back into it")
 

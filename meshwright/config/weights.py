@@ -247,7 +247,7 @@ def _listed(steps: list[int], last: int | None) -> str:
 
 
 def _checkpoint(run: Path, step: int) -> FolderDescription:
-    table = _table(run / RUN)
+    table = run_table(run / RUN)
     try:
         arch, note = msgspec.convert(table.get("arch"), Arch), note_of(table, run)
     except msgspec.ValidationError as error:
@@ -275,7 +275,8 @@ def _model(run: Path) -> FolderDescription | None:
     return msgspec.structs.replace(describe(run / MODEL), run=run, step=step)
 
 
-def _table(file: Path) -> dict[str, Any]:
+def run_table(file: Path) -> dict[str, Any]:
+    """What a run.toml states, by the keys of today."""
     try:
         return translated(tomllib.loads(file.read_text()))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

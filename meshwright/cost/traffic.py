@@ -14,7 +14,7 @@ import msgspec
 
 from meshwright.cost.activations import ITEM_BYTES, sent_rows
 from meshwright.cost.flops import reads_gradient
-from meshwright.cost.matrices import matrix_teams
+from meshwright.cost.matrices import MEMBERS, matrix_teams
 from meshwright.cost.rank_view import (
     ParamGroup,
     RankView,
@@ -694,12 +694,11 @@ def _over_replicate(group: ParamGroup, view: RankView) -> Iterator[Collective]:
 def _factors_over_replicate(group: ParamGroup, view: RankView) -> Iterator[Collective]:
     """PowerSGD's two factors, one after the other: a replica's ranks sum theirs, and each sends a share of them on."""
     plan = view.plan
-    holders = plan.shards * plan.tp
-    within: Axis = "shard_tp" if plan.shards > 1 and plan.tp > 1 else "shard" if plan.shards > 1 else "tp"
+    holders, within = plan.shards * plan.tp, MEMBERS[plan.shards > 1, plan.tp > 1, False]
     for elements in factored(group, view):
         share = math.ceil(elements / holders) * view.accum_bytes
         steps: tuple[tuple[Kind, Axis, int], ...] = (("all_reduce", "replicate", share),)
-        if holders > 1:
+        if within is not None:
             whole = holders * share
             steps = ("reduce_scatter", within, whole), *steps, ("all_gather", within, whole)
         for kind, axis, size in steps:

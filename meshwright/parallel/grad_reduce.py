@@ -192,6 +192,10 @@ class FactoredPart:
         stacked = piece.flatten(0, -3) if piece.dim() > 2 else piece[None]
         return stacked.mT if self.shape.transposed else stacked
 
+    def of_whole(self, whole: Tensor) -> Tensor:
+        """Of a whole tensor what is here: a view."""
+        return whole[tuple(slice(*each) for each in self.region)]
+
     def of_first(self, factor: Tensor) -> Tensor:
         """The rows of the short side's factor that are of this part: a view."""
         return factor[self._matrices, self._rows[0]]
@@ -277,7 +281,7 @@ class PowerSGD:
         vectors = [number for number, part in enumerate(self.parts) if part.shape is None]
         for number, total in zip(vectors, summed[len(parts) :], strict=True):
             part, piece = self.parts[number], pieces[number]
-            part.piece(piece).copy_(total[tuple(slice(*each) for each in part.region)])
+            part.piece(piece).copy_(part.of_whole(total))
         for error, part in zip(self._errors(), self.parts, strict=False):
             if part.shape is None:
                 error.zero_()
@@ -310,7 +314,7 @@ class PowerSGD:
             if part.shape is None:
                 whole = piece.new_zeros(part.weight.whole)
                 if part.counts:
-                    whole[tuple(slice(*each) for each in part.region)] = part.piece(piece)
+                    part.of_whole(whole).copy_(part.piece(piece))
                 found.append(whole)
         return found
 

@@ -172,18 +172,10 @@ def rank_files(folder: Path) -> dict[int, Path]:
 
 def read(file: Path) -> RankRecords:
     """Every record of a file."""
-    cut = False
-
-    def whole() -> Iterator[bytes]:
-        nonlocal cut
-        for text in _texts(file):
-            if text.endswith(b"\n"):
-                yield text
-            else:
-                cut = True
-
-    records, damaged = read_lines(whole())
-    return RankRecords(records=records, damaged=damaged, cut=cut)
+    texts = list(_texts(file))
+    whole = [text for text in texts if text.endswith(b"\n")]
+    records, damaged = read_lines(whole)
+    return RankRecords(records=records, damaged=damaged, cut=len(whole) < len(texts))
 
 
 def summed(rank: int, steps: Iterable[RankLine | StepRecord]) -> RankSeen:

@@ -579,12 +579,14 @@ class Survivors:
             text += f"{self.run.plan.replicate} go on, after {self.lost_seconds:.2f} s"
             self.events.append(self._event("lost", text, member))
         for member in after.back_since(before) if before.members else own:
-            text = f"replica {member} ({_named(self.ranks[member])}) was lost and is back with the state of a peer"
-            if away := self.away.pop(member, None):
-                text = text.replace(" was lost and", "")
-                text += f", {now - away[1]:.1f} s and {plural(step - away[0], 'step')} after it was lost"
+            who, away = f"{member} ({_named(self.ranks[member])})", self.away.pop(member, None)
             if member >= self.run.plan.replicate:
-                text = f"spare {member} ({_named(self.ranks[member])}) has taken a place, with the state of a peer"
+                text = f"spare {who} has taken a place, with the state of a peer"
+            elif away is None:
+                text = f"replica {who} was lost and is back with the state of a peer"
+            else:
+                after_it = f"{now - away[1]:.1f} s and {plural(step - away[0], 'step')} after it was lost"
+                text = f"replica {who} is back with the state of a peer, {after_it}"
             self.events.append(self._event("back", text, member))
 
     def _event(self, what: Any, text: str, member: int) -> EventRecord:

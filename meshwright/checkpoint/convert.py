@@ -30,7 +30,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.runtime.files import replace_json
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import buffers, count, params
-from meshwright.spec.problem import InputError, Problem, mistake
+from meshwright.spec.problem import UNDECODABLE, InputError, Problem, mistake
 from meshwright.spec.units import plural
 
 SEED = 20_170_612  # any constant: the same tokens for every check
@@ -367,7 +367,7 @@ def _end_token(tokenizer: Path) -> AddedToken | None:
     """The token that closes a document, if it has one of the usual names."""
     try:
         added = msgspec.json.decode(tokenizer.read_bytes(), type=TokenizerFile).added_tokens
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (*UNDECODABLE, RecursionError) as error:
         problem = Problem(f"{tokenizer} is not a tokenizer: {error}", "remove it, or copy it again")
         raise InputError([problem]) from None
     by_content = {token.content: token for token in added}

@@ -31,6 +31,7 @@ from meshwright.config.weights import CHECKPOINTS, MANIFEST
 from meshwright.config.weights import STEP as STEP
 from meshwright.config.weights import present as present
 from meshwright.config.weights import step_name as name
+from meshwright.spec.problem import UNDECODABLE
 
 FORMAT = "meshwright checkpoint 2"
 WHOLE_FILE = "meshwright checkpoint 1"  # of a chunk it has the sha256 of the file, not of the digests of its parts
@@ -161,7 +162,7 @@ def decoded(content: bytes, file: str) -> Manifest:
     """The same of a manifest's bytes; `file` is where they are from."""
     try:
         manifest = msgspec.json.decode(content, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+    except (*UNDECODABLE, RecursionError, OverflowError) as error:
         raise CorruptError([Damage(file=file, text=f"is not a manifest: {error}")]) from None
     fault = next(faults(manifest, content), None)
     if fault is not None:

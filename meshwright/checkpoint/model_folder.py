@@ -35,7 +35,7 @@ from meshwright.models.init import initial
 from meshwright.runtime.files import held_folder, replace_file, replace_json, sweep_beside
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import Param, buffers, params, trained
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import UNDECODABLE, InputError, Problem
 from meshwright.spec.quantized import BLOCK
 from meshwright.spec.tuning import DOWN, MAGNITUDE, UP, Tuning, companion, is_adapter
 
@@ -176,7 +176,7 @@ def _files(folder: Path) -> dict[str, list[str] | None]:
         if (size := path.stat().st_size) > INDEX_BYTES:
             raise InputError([_damaged(path, f"{size} bytes are more than {INDEX_BYTES}")])
         index = msgspec.json.decode(path.read_bytes(), type=Index)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, *UNDECODABLE, RecursionError) as error:
         raise InputError([_damaged(path, str(error))]) from None
     files: dict[str, list[str]] = {}
     for name, file in index.weight_map.items():

@@ -36,7 +36,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.runtime.failure import says_full
 from meshwright.runtime.records import BOUNDS, SaveRecord
 from meshwright.runtime.run_folder import ROOM, fewer_kept, lack_of_room
-from meshwright.spec.problem import mistake
+from meshwright.spec.problem import UNDECODABLE, mistake
 
 ALIGNMENT = 8
 STRIPED_BYTES = 16 * 2**20  # of a file that is worth more than one thread
@@ -209,7 +209,7 @@ def collect(stump: Path, ranks: Sequence[int], abandoned: threading.Event, kind:
             content = storage.read_small(stump, name, format.BYTES_A_CHUNK)
             try:
                 parts.append(msgspec.json.decode(content, type=kind))
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except UNDECODABLE as error:
                 raise CorruptError([Damage(file=str(stump / name), text=f"is not a rank's note: {error}")]) from None
         elif abandoned.is_set():
             raise AbandonedError(f"rank {ranks[len(parts)]} did not write its part")

@@ -21,7 +21,7 @@ from meshwright.config.run import Run
 from meshwright.spec.arch import Arch
 from meshwright.spec.params import params
 from meshwright.spec.plan import Plan
-from meshwright.spec.problem import ContradictionError, InputError, Problem, mistake
+from meshwright.spec.problem import UNDECODABLE, ContradictionError, InputError, Problem, mistake
 
 ARCH = "arch.json"
 CONFIG = "config.json"
@@ -87,7 +87,7 @@ def _damage(path: Path) -> str:
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     except OSError as error:
         return error.strerror or str(error)
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, IndexError, TypeError):
+    except (*UNDECODABLE, KeyError, IndexError, TypeError):
         return "it does not begin with the header of a safetensors file"
     expected = 8 + length + max(ends, default=0)
     return "" if size == expected else f"it has {size} bytes, and its header says {expected}"
@@ -128,7 +128,7 @@ def read_config(path: Path) -> dict[str, Any]:
         config = msgspec.json.decode(path.read_bytes())
     except OSError as error:
         raise mistake(f"{path} cannot be read: {error.strerror}", remedy) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (*UNDECODABLE, RecursionError) as error:
         raise mistake(f"{path} is not JSON: {error}", remedy) from None
     if not isinstance(config, dict):
         raise mistake(f"{path} is not a JSON object", remedy)

@@ -25,7 +25,7 @@ from meshwright.config.huggingface import (
 from meshwright.config.renamed import translated
 from meshwright.spec.addresses import is_address, without_secret
 from meshwright.spec.arch import Arch
-from meshwright.spec.problem import InputError, mistake
+from meshwright.spec.problem import UNDECODABLE, InputError, mistake
 from meshwright.spec.tuning import Adapter
 
 RUN, SUMMARY, RECORDS = "run.toml", "summary.json", "steps.rank0.jsonl"
@@ -164,7 +164,7 @@ def _note(file: Path) -> AdapterNote | None:
         return None
     try:
         return msgspec.json.decode(file.read_bytes(), type=AdapterNote)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, *UNDECODABLE) as error:
         raise mistake(
             f"{file} cannot be read: {error}", "copy the folder again, or convert a step of its run"
         ) from None
@@ -179,7 +179,7 @@ def note_of(run: Mapping[str, Any], folder: Path) -> AdapterNote | None:
     if adapter.kind == "none":
         return None
     digest = ""
-    with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
+    with suppress(OSError, *UNDECODABLE):
         digest = msgspec.json.decode((folder / BASE).read_bytes(), type=BaseDigest).digest
     return AdapterNote(adapter=adapter, base=base, seed=seed, digest=digest)
 
@@ -207,7 +207,7 @@ def best_step(run: Path, steps: Iterable[int]) -> int | None:
     with suppress(FileNotFoundError), open(run / RECORDS, "rb") as lines:
         for line in lines:
             if b'"held"' in line and line.endswith(b"}\n"):
-                with suppress(msgspec.DecodeError, UnicodeDecodeError):
+                with suppress(*UNDECODABLE):
                     one = msgspec.json.decode(line, type=ValidationLine)
                     losses[one.step] = math.inf if one.loss is None else one.loss  # the last is of a step's weights
     known = [step for step in steps if losses.get(step, math.inf) < math.inf]

@@ -38,7 +38,7 @@ from meshwright.data.tokenize import TokenizerInfo
 from meshwright.runtime.files import require_folder
 from meshwright.runtime.object_store import RemoteFolder, telling, words_of
 from meshwright.runtime.ranks import die_with_parent
-from meshwright.spec.problem import InputError, Problem, mistake
+from meshwright.spec.problem import UNDECODABLE, InputError, Problem, mistake
 from meshwright.spec.units import plural
 
 Say = Callable[[str], None]
@@ -383,7 +383,7 @@ def _chat(run: Run, text: Listing, lexicon: TokenizerInfo, folder: Path, say: Sa
     made = once(folder / name, write, say)
     try:
         report = msgspec.json.decode((made / "chat.json").read_bytes(), type=ChatReport)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (OSError, *UNDECODABLE):
         raise mistake(f"{made} has no readable chat.json", f"delete {made}: it is made again") from None
     return shards.open_masked(made), report
 
@@ -581,7 +581,7 @@ def _fetched(piece: TokenPiece, store: RemoteFolder, say: Say) -> bool:
             return False
     try:
         once(piece.folder, lambda made: remote.get_piece(piece.folder.name, store, made), say)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, *UNDECODABLE) as error:
         say(f"warning: {words_of(error)}; the piece is made here")
         with telling(store.address):
             remote.drop_piece(piece.folder.name, store)  # another is put in its place

@@ -12,7 +12,7 @@ from typing import IO
 import msgspec
 import numpy as np
 
-from meshwright.spec.problem import InputError, mistake
+from meshwright.spec.problem import UNDECODABLE, InputError, mistake
 
 VERSION = 1  # of our folder
 SCAN = 1 << 24  # tokens looked at in one go when document ends are searched
@@ -168,7 +168,7 @@ def open_folder(folder: Path) -> Shard:
     try:
         meta = msgspec.json.decode((folder / "meta.json").read_bytes(), type=Meta)
         dtype = np.dtype({"<u2": "<u2", "<u4": "<u4"}[meta.dtype])
-    except (OSError, KeyError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (OSError, KeyError, *UNDECODABLE):
         raise _broken(folder, "has no readable meta.json") from None
     if meta.version != VERSION:
         raise _broken(folder, f"was written as version {meta.version}, this is version {VERSION}")

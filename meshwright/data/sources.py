@@ -31,7 +31,7 @@ from meshwright.data import remote
 from meshwright.data.remote import File, RemoteFile
 from meshwright.data.shards import NO_ENDS, Shard, closed, mapped, open_folder
 from meshwright.spec.addresses import is_address
-from meshwright.spec.problem import InputError, Problem, install_command, mistake
+from meshwright.spec.problem import UNDECODABLE, InputError, Problem, install_command, mistake
 
 TextKind = Literal["text", "jsonl", "parquet", "chat"]  # chat: JSON or Parquet whose records are conversations
 ReadyKind = Literal["nanogpt", "llmc", "megatron", "folder"]  # folder: our own
@@ -103,7 +103,7 @@ def _json_list(file: File, data: bytes) -> Iterator[tuple[str, Any]]:
 def _json_of(place: str, data: bytes) -> Any:
     try:
         return msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (*UNDECODABLE, RecursionError) as error:
         remedy = "repair or remove it: a file of chat data is one JSON object a line, a JSON list, or Parquet"
         raise mistake(f"{place} is not JSON: {error}", remedy) from None
 
@@ -142,7 +142,7 @@ def _json_lines(file: File, field: str, span: Span) -> Iterator[str]:
             continue
         try:
             (text,) = msgspec.structs.astuple(decode(line))
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except UNDECODABLE:
             place = f"{file}:{number}" if span is None else f"{file}, line {number} after byte {span[0]}"
             raise InputError([_line_problem(place, line, field)]) from None
         yield text
@@ -151,7 +151,7 @@ def _json_lines(file: File, field: str, span: Span) -> Iterator[str]:
 def _line_problem(place: str, line: bytes, field: str) -> Problem:
     try:
         record = msgspec.json.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         return Problem(f"{place} is not JSON: {error}", "repair or remove the line; every line is one JSON object")
     if not isinstance(record, dict):
         return Problem(f"{place} is not a JSON object", f'write every line as {{"{field}": "…"}}')

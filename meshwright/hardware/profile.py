@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.spec.problem import mistake
+from meshwright.spec.problem import UNDECODABLE, mistake
 
 Pass = Literal["forward", "input", "weight"]  # of a matmul: x·W, the gradient of x, the gradient of W
 
@@ -109,6 +109,6 @@ def read_profile(path: Path) -> Profile:
     except OSError as error:
         remedy = f"measure one first: meshwright bench --probe --out {path}"
         raise mistake(f"there is no profile {path}: {error.strerror}", remedy, "profile") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         remedy = "give a file that the probe wrote, or correct it"
         raise mistake(f"{path} is not a machine profile: {error}", remedy, "profile") from error

@@ -19,7 +19,7 @@ from meshwright.cost.goodput import kept
 from meshwright.runtime import failure
 from meshwright.runtime.failure import Failure
 from meshwright.runtime.records import CommandRecord, Record, StepRecord, read_lines
-from meshwright.spec.problem import InputError, Problem
+from meshwright.spec.problem import UNDECODABLE, InputError, Problem
 from meshwright.spec.units import plural
 
 NAME = "steps.rank*.jsonl"
@@ -200,7 +200,7 @@ def _rank_steps(file: Path) -> Iterator[RankLine]:
     """The steps of a rank whose file is not read in full; lines that are damaged are left out."""
     decoder = msgspec.json.Decoder(RankLine)
     for text in _texts(file):
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        with contextlib.suppress(*UNDECODABLE):
             if (line := decoder.decode(text)).kind == "step":
                 yield line
 
@@ -336,7 +336,7 @@ def _json(file: Path, kind: type[Value], notes: list[str], without: str) -> Valu
         notes.append(f"{file.name} is missing: {without}")
     except OSError as error:
         notes.append(f"{file.name} cannot be read ({error.strerror}): {without}")
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         notes.append(f"{file.name} is damaged ({error}): {without}")
     return None
 
@@ -344,7 +344,7 @@ def _json(file: Path, kind: type[Value], notes: list[str], without: str) -> Valu
 def _failures(path: Path, notes: list[str]) -> tuple[Failure, ...]:
     try:
         return tuple(sorted(failure.read(path), key=lambda each: each.at))
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, *UNDECODABLE) as error:
         notes.append(f"the failure report of a rank (failure.rank*.json) is damaged: {error}")
         return ()
 

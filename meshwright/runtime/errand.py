@@ -23,6 +23,7 @@ import msgspec
 from meshwright.runtime.files import replace_json
 from meshwright.runtime.place import DIALECTS
 from meshwright.runtime.ranks import SET_CHILD_SUBREAPER
+from meshwright.spec.problem import UNDECODABLE
 
 ORDER, RESULT = "order.json", "result.json"
 LOOK_SECONDS = 0.1
@@ -79,7 +80,7 @@ class Errand:
             return None
         try:
             return msgspec.json.decode((self.folder / RESULT).read_bytes(), type=Result)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        except (OSError, *UNDECODABLE):
             return Result(state="failed", name="", code=self.process.returncode, seconds=0.0)
 
     def stop(self) -> Result:

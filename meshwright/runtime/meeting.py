@@ -26,7 +26,7 @@ from meshwright.runtime import run_folder
 from meshwright.runtime.files import replace_file
 from meshwright.runtime.nodes import listening
 from meshwright.runtime.place import Place
-from meshwright.spec.problem import InputError, Problem, mistake
+from meshwright.spec.problem import UNDECODABLE, InputError, Problem, mistake
 
 KEY = "meeting.key"
 KEY_BYTES, SEAL_BYTES = 32, 32
@@ -415,7 +415,7 @@ def opened(line: bytes, key: bytes, kind: type[Kind]) -> tuple[Kind | None, bool
     seal, content = line[: 2 * SEAL_BYTES], line.strip()[2 * SEAL_BYTES :]
     try:
         message = msgspec.json.decode(content, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (*UNDECODABLE, RecursionError):
         return None, False
     expected = hmac.digest(key, content, hashlib.sha256).hex().encode()
     return message, bool(key) and hmac.compare_digest(seal, expected)

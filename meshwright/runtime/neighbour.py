@@ -49,6 +49,7 @@ from meshwright.runtime.parts import (
     receive,
     send,
 )
+from meshwright.spec.problem import UNDECODABLE
 
 LOOK_SECONDS = 0.1
 RETRY_SECONDS = 2.0  # until a copy that failed is tried again, or the next machine is looked for
@@ -135,7 +136,7 @@ class PartKeeper:
     def _serve(self, plain: socket.socket) -> None:
         self.wires.add(plain)
         try:
-            with plain, suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            with plain, suppress(OSError, *UNDECODABLE, RecursionError):
                 wire = SealedWire(kept_alive(plain), self.key, is_caller=False)
                 call = msgspec.json.decode(wire.hear(), type=PartCall)
                 self._leave_door(plain)

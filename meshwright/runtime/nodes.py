@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from meshwright.runtime.files import replace_file
+from meshwright.spec.problem import UNDECODABLE
 
 KEY = "nodes.key"
 KEY_BYTES = 32
@@ -209,5 +210,5 @@ def opened(datagram: bytes, key: bytes, kind: type[Word]) -> Word | None:
         return None
     try:
         return msgspec.json.decode(content, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (*UNDECODABLE, RecursionError):
         return None

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from meshwright.config.weights import CHECKPOINTS, MANIFEST, STEP, step_name
-from meshwright.spec.problem import InputError, mistake
+from meshwright.spec.problem import UNDECODABLE, InputError, mistake
 
 INSTALLS = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "az": "adlfs", "abfs": "adlfs"}
 # Where folders are real. Of an object store a folder may be a bucket: one that is mistyped must not be made.
@@ -143,7 +143,7 @@ class RemoteFolder:
         content = self.read(f"{CHECKPOINTS}/{step_name(step)}/{MANIFEST}")
         try:
             return msgspec.json.decode(content, type=SavedBy).run
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNDECODABLE:
             return ""
 
     def _ready(self, name: str) -> tuple[Any, str]:

@@ -20,6 +20,7 @@ import msgspec
 
 from meshwright.config.weights import present, step_name
 from meshwright.runtime.meeting import kept_alive
+from meshwright.spec.problem import UNDECODABLE
 
 PART = "part.json"  # what a machine's part of a step consists of
 KEPT = "kept"  # below the memory: parts of the machine before this one
@@ -97,7 +98,7 @@ def decoded(content: bytes, note: type[RankNote]) -> MachinePart[RankNote]:
         raise PartError("checksum mismatch (sha256) of the list of a part")
     try:
         return msgspec.json.decode(text, type=MachinePart[note])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+    except (*UNDECODABLE, RecursionError, OverflowError) as error:
         raise PartError(f"is not the list of a part: {error}") from None
 
 

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from meshwright.spec.problem import UNDECODABLE
+
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"):
     """One optimizer step as one rank saw it."""
@@ -197,6 +199,6 @@ def read_lines(texts: Iterable[bytes]) -> tuple[list[Record], int]:
     for text in texts:
         try:
             found.append(read_line(text))
-        except (msgspec.MsgspecError, UnicodeDecodeError, AttributeError, TypeError):  # none of ours
+        except (*UNDECODABLE, AttributeError, TypeError):  # none of ours
             damaged += 1
     return found, damaged

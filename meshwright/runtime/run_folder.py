@@ -27,7 +27,7 @@ from meshwright.runtime.records import Summary
 from meshwright.spec.optimizers import DESCRIPTIONS, description_of
 from meshwright.spec.params import count as count_parameters
 from meshwright.spec.params import saved, trained
-from meshwright.spec.problem import InputError, Problem, mistake
+from meshwright.spec.problem import UNDECODABLE, InputError, Problem, mistake
 from meshwright.spec.units import plural
 
 LOCK, DATA, STOP = "lock", "data.json", "stop"  # the last: put there by people, to have the run save and end
@@ -394,7 +394,7 @@ def document_tokens(target: Path) -> float | None:
     if not target.exists() or not file.is_file():
         return None
     facts: list[dict[str, Any]] = []
-    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+    with suppress(*UNDECODABLE):
         facts = msgspec.json.decode(file.read_bytes(), type=list[dict[str, Any]])
     documents = sum(fact.get("documents", 0) for fact in facts)
     return sum(fact.get("tokens", 0) for fact in facts) / documents if documents else None
@@ -415,7 +415,7 @@ def read_summary(folder: Path) -> Summary | None:
         lost = {name: math.nan for name in ("first_loss", "loss") if values.get(name, 0.0) is None}
         renamed = {"validation_loss": values[FORMER_LOSS]} if FORMER_LOSS in values else {}
         return msgspec.convert(renamed | values | lost | {"folder": str(folder)}, Summary)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         remedy = "delete it to resume from the newest checkpoint, or add --fresh to set the run aside"
         raise mistake(f"{file} is damaged: {error}", remedy) from None
 

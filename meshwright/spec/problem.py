@@ -5,6 +5,9 @@ from typing import Any
 
 import msgspec
 
+# What decoding raises of bytes that are not what they should be: msgspec passes on what is no UTF-8 inside a string.
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError)
+
 
 class Problem(msgspec.Struct, frozen=True):
     """One mistake in the user's words, and what to do about it."""

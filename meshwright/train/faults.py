@@ -30,6 +30,7 @@ from meshwright.runtime.heartbeat import PHASES
 from meshwright.runtime.records import EventRecord, StepRecord
 from meshwright.spec.communication import OWN_ERRORS
 from meshwright.spec.plan import Plan
+from meshwright.spec.problem import UNDECODABLE
 from meshwright.train.heartbeat import SECONDS, Heartbeat
 from meshwright.train.log import Recorder
 from meshwright.train.matmul_check import SUSPECTED, MatmulCheck
@@ -370,7 +371,7 @@ class ReplicaCheck:
         """What a rank left at this very step."""
         try:
             return msgspec.json.decode(self._file(rank).read_bytes(), type=ReplicaEvidence)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        except (OSError, *UNDECODABLE):
             return None
 
     def _file(self, rank: int) -> Path:

@@ -46,7 +46,7 @@ from meshwright.runtime.records import AttemptRecord, EventRecord, Summary
 from meshwright.runtime.run_folder import DATA, STOP, FolderGoneError, FolderWatch, write_summary
 from meshwright.spec import communication
 from meshwright.spec.params import count
-from meshwright.spec.problem import InputError, Problem, mistake
+from meshwright.spec.problem import UNDECODABLE, InputError, Problem, mistake
 from meshwright.spec.units import plural
 from meshwright.train import build as building
 from meshwright.train import ending, loop, step, survivors
@@ -531,7 +531,7 @@ def _require_sound(tokenizer: Path) -> None:
 def _remembered(file: Path) -> list[Fact]:
     try:
         return msgspec.json.decode(file.read_bytes(), type=list[Fact])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         remedy = "restore it from a copy; or delete it, if the data is what it was: it is then remembered anew"
         raise mistake(f"{file}, which says what data the run began with, is damaged ({error})", remedy) from None
 
